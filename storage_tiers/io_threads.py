@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The threads on which everything below the pool happens: reads that requests wait for before writes nobody waits for.
+
+This room knows jobs, not tiers: what a job does, and what its failure means, is the hierarchy's business.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from storage_tiers.faults import FaultLog
+
+__all__ = ["IoThreads"]
+
+Job = Callable[[], None]
+
+
+class IoThreads:
+    """A fixed number of daemon threads over two queues. Reads come first, and writes never hold the last thread."""
+
+    def __init__(self, num_threads: int, max_queued_reads: int, faults: FaultLog, name: str = "ec-io") -> None:
+        """`num_threads` >= 1. `max_queued_reads` bounds reads that wait; writes are bounded by who submits them."""
+        self._max_queued_reads = max_queued_reads
+        self._max_running_writes = max(1, num_threads - 1)
+        self._faults = faults
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._running_reads = 0
+        self._running_writes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def queued_reads(self) -> int:
+        """Reads that wait for a thread. Any thread."""
+        return len(self._reads)
+
+    @property
+    def pending_writes(self) -> int:
+        """Writes that wait or run. Any thread."""
+        return len(self._writes) + self._running_writes
+
+    def submit_read(self, job: Job) -> bool:
+        """Queue a job that a request waits for. False when the queue is full or closed: the caller's miss. Any thread."""
+        with self._changed:
+            if self._closed or len(self._reads) >= self._max_queued_reads:
+                return False
+            self._reads.append(job)
+            self._changed.notify()
+            return True
+
+    def submit_write(self, job: Job) -> bool:
+        """Queue a job that nobody waits for. False once closed. The caller bounds how many there are. Any thread."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._writes.append(job)
+            self._changed.notify()
+            return True
+
+    def drain_writes(self, timeout_seconds: float) -> bool:
+        """Wait until no write waits or runs; False when the time is up first. Never call it from the step thread."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._writes and not self._running_writes, timeout_seconds)
+
+    def close(self, timeout_seconds: float = 1.0) -> bool:
+        """Drop queued jobs, let running ones end, join. False when a thread hangs in I/O: it is a daemon, and is left.
+
+        Call from any thread but these.
+        """
+        with self._changed:
+            self._closed = True
+            self._reads.clear()
+            self._writes.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            job, is_write = taken
+            try:
+                job()
+            except Exception as error:  # the edge of a thread: a job's own guard has failed, the thread must live
+                self._faults.report("hierarchy", "io_job_failed", repr(error))
+            finally:
+                del job
+                self._done(is_write)
+
+    def _take(self) -> tuple[Job, bool] | None:
+        with self._changed:
+            while not self._closed:
+                if self._reads:
+                    self._running_reads += 1
+                    return self._reads.popleft(), False
+                if self._writes and self._running_writes < self._max_running_writes:
+                    self._running_writes += 1
+                    return self._writes.popleft(), True
+                self._changed.wait()
+            return None
+
+    def _done(self, is_write: bool) -> None:
+        with self._changed:
+            if is_write:
+                self._running_writes -= 1
+            else:
+                self._running_reads -= 1
+            # A thread that passed over a write because too many ran may take it now, and `drain_writes` may end.
+            self._changed.notify_all()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a restore is worth its wait: what reading from a tier takes, against what encoding takes.
+
+Arithmetic on observed durations only; no tier and no clock of its own may enter.
+"""
+
+import threading
+
+__all__ = ["RestoreEstimate"]
+
+WEIGHT = 0.3
+"""Share of the newest observation in the running mean."""
+HALF_LIFE_SECONDS = 30.0
+"""An estimate halves in this time without observations, so that a store which was slow once is tried again."""
+
+
+class RestoreEstimate:
+    """Running means of a tier's read latency and of its seconds per byte."""
+
+    def __init__(self) -> None:
+        """Nothing observed: every restore seems free."""
+        self._lock = threading.Lock()
+        self._seconds_per_read = 0.0
+        self._seconds_per_byte = 0.0
+        self._observed_at = float("-inf")
+
+    def observe(self, probe_seconds: float, read_seconds: float, nbytes: int, now: float) -> None:
+        """Take up one finished restore: seconds until its header was there, seconds for `nbytes` of payload. I/O thread."""
+        with self._lock:
+            decay = self._decay(now)
+            self._seconds_per_read = _mix(self._seconds_per_read * decay, probe_seconds)
+            self._seconds_per_byte = _mix(self._seconds_per_byte * decay, read_seconds / max(nbytes, 1))
+            self._observed_at = now
+
+    def seconds_for(self, nbytes: int, now: float) -> float:
+        """Estimated seconds to restore `nbytes`; 0.0 while nothing is known. Any thread, the step thread included."""
+        with self._lock:
+            return (self._seconds_per_read + self._seconds_per_byte * nbytes) * self._decay(now)
+
+    def _decay(self, now: float) -> float:
+        age = now - self._observed_at
+        return float(0.5 ** (age / HALF_LIFE_SECONDS)) if age < 1e6 else 0.0
+
+
+def _mix(mean: float, newest: float) -> float:
+    return newest if mean == 0.0 else (1 - WEIGHT) * mean + WEIGHT * newest
