@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the two halves from vLLM's configuration: the only room that knows which part goes where.
+
+Refuses at start what cannot work, with the remedy. No hook and no policy may enter.
+"""
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from vllm.logger import init_logger
+
+from connector.admission import Admission
+from connector.cache_manager import DeviceResidency, install_reporting_manager
+from connector.model_identity import ModelIdentity, model_facts
+from connector.scheduler_side import SchedulerParts, SchedulerSide
+from connector.settings import Settings, check_capacity, describe, load_settings
+from connector.transfer_ledger import TransferLedger
+from connector.worker_side import WorkerOptions, WorkerSide
+from storage_tiers.disk_tier import DiskTier
+from storage_tiers.faults import FaultLog
+from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
+from storage_tiers.key import KeySpace
+from storage_tiers.shared_pool import SharedPool
+from storage_tiers.shared_segment import SharedSegment, remove_leftovers, segment_name
+from storage_tiers.tier import LowerTier
+from storage_tiers.transfer_board import RankGauge, TransferBoard
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["build_scheduler_side", "build_worker_side"]
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
+    """The scheduler's half with every tier, in the process that owns them.
+
+    Raises SettingsError for a wrong setting or a size that does not fit, ValueError for an engine that cannot be served.
+    """
+    _refuse_unsupported(vllm_config)
+    settings = _settings_of(vllm_config)
+    config = vllm_config.ec_transfer_config
+    remove_leftovers()
+    check_capacity(settings.storage)
+    faults = FaultLog(settings.behaviour.log_interval_seconds)
+    keys = KeySpace(vllm_config.model_config.model, vllm_config.model_config.dtype, settings.behaviour.namespace)
+    facts = model_facts(vllm_config, settings.behaviour.weight_fingerprint == "sample")
+    identity = ModelIdentity(facts, getattr(config, "mm_encoder_output_widths", {}))
+    segment, board = _make_segment(vllm_config, settings)
+    hierarchy = _make_hierarchy(settings, segment, board, keys, faults)
+    _log_start(settings, identity, segment)
+
+    side: SchedulerSide | None = None
+
+    def on_reset() -> None:
+        if side is None or not settings.behaviour.reset_invalidates:
+            return
+        identity.begin_epoch()
+        side.was_reset()
+        hierarchy.forget_all()
+
+    residency = DeviceResidency(on_reset)
+    if not install_reporting_manager(vllm_config, residency):
+        logger.warning(
+            "Encoder cache: this scheduler's encoder cache manager cannot report resets. After weights were updated in "
+            "place, restart the engine or set another ec.namespace: stored items would be served as they are."
+        )
+    side = SchedulerSide(
+        SchedulerParts(
+            hierarchy=hierarchy,
+            ledger=TransferLedger(board, hierarchy),
+            admission=Admission(
+                hierarchy,
+                identity,
+                residency.__contains__,
+                board.attached,
+                config.is_ec_consumer,
+                settings.behaviour.staging_deadline_seconds,
+            ),
+            residency=residency,
+            segment_name=segment.name,
+            model=keys.key_model_name,
+            dtype=keys.dtype,
+            is_producer=config.is_ec_producer,
+            is_consumer=config.is_ec_consumer,
+            is_ready=board.attached,
+            closers=(identity.close, _populate_in_background(settings, segment, faults)),
+        )
+    )
+    return side
+
+
+def build_worker_side(vllm_config: "VllmConfig") -> WorkerSide:
+    """One rank's half, in the worker's process. Built long before the scheduler's: it looks for the pool by itself."""
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+    from vllm.platforms import current_platform
+
+    settings = _settings_of(vllm_config)
+    tp_group = get_tp_group()
+    rank = get_pcp_group().rank_in_group * tp_group.world_size + tp_group.rank_in_group
+    return WorkerSide(
+        WorkerOptions(
+            engine_id=str(vllm_config.ec_transfer_config.engine_id),
+            dp_rank=_data_parallel_index(vllm_config),
+            owner_pids=[os.getpid(), *(parent.pid for parent in psutil.Process().parents())],
+            rank=rank,
+            device=_device_of(current_platform),
+            save_queue_bytes=settings.behaviour.save_queue_bytes,
+            populate_pool=settings.behaviour.populate_pool,
+            takes_part=get_pp_group().is_first_rank,
+        )
+    )
+
+
+def _settings_of(vllm_config: "VllmConfig") -> Settings:
+    return load_settings(vllm_config.ec_transfer_config.ec_connector_extra_config)
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ValueError(
+            f"{vllm_config.model_config.model} is an encoder-decoder model: vLLM keeps no encoder cache for those, so "
+            f"there is nothing to restore. Remove --ec-transfer-config."
+        )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ValueError(
+            f"distributed_executor_backend external_launcher with {parallel.world_size} ranks runs one scheduler per rank, "
+            f"and each would own the cache. Use mp or ray, or one rank."
+        )
+    hosts = getattr(parallel, "nnodes_within_dp", 1)
+    if hosts > 1:
+        raise ValueError(
+            f"one engine spans {hosts} hosts, but its ranks share the encoder cache through one host's memory. Run one "
+            f"data-parallel replica per host; replicas share items through local_disk on a shared file system."
+        )
+
+
+def _participants(vllm_config: "VllmConfig") -> int:
+    """Ranks that run the encoder's hooks: tensor-parallel x prefill-context-parallel, in pipeline stage 0."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def _data_parallel_index(vllm_config: "VllmConfig") -> int:
+    """Which replica this is, also where vLLM runs replicas as engines of their own and calls each of them rank 0."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def _make_segment(vllm_config: "VllmConfig", settings: Settings) -> tuple[SharedSegment, TransferBoard]:
+    ranks, slots = _participants(vllm_config), settings.behaviour.transfer_slots
+    name = segment_name(str(vllm_config.ec_transfer_config.engine_id), _data_parallel_index(vllm_config), os.getpid())
+    segment = SharedSegment.create(name, settings.storage.pool_bytes, TransferBoard.nbytes_for(ranks, slots))
+    return segment, TransferBoard(segment.board_memory, ranks, slots)
+
+
+def _make_hierarchy(
+    settings: Settings, segment: SharedSegment, board: TransferBoard, keys: KeySpace, faults: FaultLog
+) -> TierHierarchy:
+    storage, behaviour = settings.storage, settings.behaviour
+    lower: list[LowerTier] = []
+    if storage.disk_directory is not None:
+        lower.append(
+            DiskTier(
+                storage.disk_directory,
+                storage.disk_bytes,
+                keys,
+                faults,
+                direct_io=storage.direct_io,
+                accept_unverified=behaviour.accept_unverified_files,
+            )
+        )
+    options = HierarchyOptions(
+        max_lease_bytes=int(storage.pool_bytes * behaviour.max_lease_fraction),
+        persist_client_ids=behaviour.persist_client_ids,
+        skip_slow_restores=behaviour.skip_slow_restores,
+        io_threads=behaviour.io_threads,
+        io_queue_items=behaviour.io_queue_items,
+    )
+    return TierHierarchy(
+        SharedPool(storage.lmcache_config, segment),
+        lower,
+        keys,
+        options,
+        faults,
+        encode_seconds_per_token=lambda: board.gauge(0, RankGauge.ENCODE_SECONDS_PER_TOKEN),
+    )
+
+
+def _populate_in_background(settings: Settings, segment: SharedSegment, faults: FaultLog) -> Any:
+    """Fault the pool in on a thread of its own; returns what stops and joins it."""
+    stop = threading.Event()
+
+    def populate() -> None:
+        try:
+            segment.populate(stop)
+        except OSError as error:
+            faults.report("pool", "populate_failed", error)
+
+    thread = threading.Thread(target=populate, name="ec-populate", daemon=True)
+    if settings.behaviour.populate_pool:
+        thread.start()
+
+    def close() -> None:
+        stop.set()
+        if thread.is_alive():
+            thread.join(1.0)
+
+    return close
+
+
+def _device_of(platform: Any) -> Any:
+    """The device that this worker's runner computes on."""
+    import torch
+
+    kind = platform.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _log_start(settings: Settings, identity: ModelIdentity, segment: SharedSegment) -> None:
+    rows = [("setting", "value", "from"), *describe(settings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = "\n".join(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows)
+    logger.info("Encoder cache: pool %s, fingerprint %s\n%s", segment.name, identity.fingerprint[:16], table)

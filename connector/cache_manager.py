@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's encoder cache manager, made to tell: what the device holds, when it was reset, and to forget on request.
+
+A reset (weight updates, sleep) reaches the manager and no connector hook, and vLLM asks the connector before it looks at
+the device. The manager is built after the connector, from a class name: the two meet in a registry, by a token in the
+manager's configuration. No policy may enter: what is admitted and evicted stays vLLM's own decision.
+"""
+
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["DeviceResidency", "ReportingEncoderCacheManager", "install_reporting_manager"]
+
+logger = init_logger(f"vllm.{__name__}")
+
+TOKEN_KEY = "lmcache_neuron_ec"
+_residencies: "weakref.WeakValueDictionary[str, DeviceResidency]" = weakref.WeakValueDictionary()
+
+
+class DeviceResidency:
+    """Which items the device's encoder cache holds, as the scheduler's manager counts them. Step thread only.
+
+    With a reporting manager its own table is asked, which is exact even within a scheduling pass. Without one (another
+    manager was named, or vLLM is too old to take one) it mirrors what the hooks tell.
+    """
+
+    def __init__(self, on_reset: Callable[[], None]) -> None:
+        """`on_reset` is called after the manager has been reset."""
+        self._on_reset = on_reset
+        self._manager: EncoderCacheManager | None = None
+        self._mirror: set[str] = set()
+
+    def __contains__(self, mm_hash: object) -> bool:
+        """Whether the device holds the item, or will after this step."""
+        return mm_hash in (self._mirror if self._manager is None else self._manager.cached)
+
+    @property
+    def has_manager(self) -> bool:
+        """Whether a reporting manager is in place: without one, resets go unseen."""
+        return self._manager is not None
+
+    def bind(self, manager: EncoderCacheManager) -> None:
+        """From now on ask `manager`."""
+        self._manager = manager
+        self._mirror.clear()
+
+    def allocated(self, mm_hash: str) -> None:
+        """The scheduler has given the item a place on the device."""
+        if self._manager is None:
+            self._mirror.add(mm_hash)
+
+    def freed(self, mm_hashes: set[str]) -> None:
+        """The scheduler has told the workers to drop these."""
+        if self._manager is None:
+            self._mirror -= mm_hashes
+
+    def was_reset(self) -> None:
+        """Everything on the device is void."""
+        self._mirror.clear()
+        self._on_reset()
+
+    def forget(self, mm_hash: str) -> bool:
+        """Unlist an item whose planned encoding will not take place. False where no reporting manager can."""
+        self._mirror.discard(mm_hash)
+        if not isinstance(self._manager, ReportingEncoderCacheManager):
+            return False
+        self._manager.forget(mm_hash)
+        return True
+
+
+class ReportingEncoderCacheManager(EncoderCacheManager):
+    """vLLM's manager with its decisions unchanged: it reports resets, and can forget what was never encoded."""
+
+    @classmethod
+    def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig") -> "ReportingEncoderCacheManager":
+        """Called by vLLM's scheduler. `cache_size` in embeddings."""
+        manager = cls(cache_size=cache_size)
+        token = vllm_config.ec_manager_config.manager_config.get(TOKEN_KEY, "")
+        residency = _residencies.get(token)
+        if residency is not None:
+            residency.bind(manager)
+        manager._residency = residency
+        return manager
+
+    def __init__(self, cache_size: int) -> None:
+        """`cache_size` in embeddings. Made by `create_manager`."""
+        super().__init__(cache_size)
+        self._residency: DeviceResidency | None = None
+
+    def reset(self) -> None:
+        """Forget everything, as vLLM asks after a weight update, and report it."""
+        super().reset()
+        if self._residency is not None:
+            self._residency.was_reset()
+
+    def forget(self, mm_hash: str) -> None:
+        """Unlist an item that was allocated in this pass and whose encoding was taken back by a preemption."""
+        references = self.cached.pop(mm_hash, None)
+        if references is None:
+            return
+        num_embeds = self.num_embeds_by_hash.pop(mm_hash)
+        self.num_free_slots += num_embeds
+        if self.freeable.pop(mm_hash, None) is None:
+            self.num_freeable_slots += num_embeds
+        for request_id in references:
+            logger.warning("Request %s still refers to encoder item %s, whose encoding was taken back", request_id, mm_hash)
+
+
+def install_reporting_manager(vllm_config: "VllmConfig", residency: DeviceResidency) -> bool:
+    """Have the scheduler that is being built use a manager that reports to `residency`.
+
+    False, and nothing changed, where vLLM takes no manager class (0.24) or the user has named one.
+    """
+    config: Any = getattr(vllm_config, "ec_manager_config", None)
+    if config is None or config.encoder_cache_manager_cls is not None:
+        return False
+    token = uuid.uuid4().hex
+    _residencies[token] = residency
+    config.encoder_cache_manager_cls = f"{__name__}.{ReportingEncoderCacheManager.__name__}"
+    config.manager_config = {**config.manager_config, TOKEN_KEY: token}
+    return True

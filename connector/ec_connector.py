@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `ECConnectorBase` that vLLM loads: routes each hook to the half for its role, and guards its edge.
+
+Nothing else may enter. A hook that vLLM's version does not call is not missed, and arguments it adds are ignored.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+
+from connector.step_plan import StepPlan
+from storage_tiers.faults import FaultLog
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from connector.scheduler_side import SchedulerSide
+    from connector.worker_side import EncoderCache, WorkerSide
+
+__all__ = ["LMCacheNeuronECConnector"]
+
+T = TypeVar("T")
+
+WORKER_CLOSE_SECONDS = 2.0
+"""Longest wait at a clean stop for copies that are queued: vLLM follows SIGTERM by SIGKILL within seconds."""
+
+
+class LMCacheNeuronECConnector(ECConnectorBase):
+    """Encoder outputs on LMCache's storage tiers, restored before prefill instead of being encoded again."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
+        """Called by vLLM, once per role and process. Raises SettingsError or ValueError for what cannot work."""
+        super().__init__(vllm_config=vllm_config, role=role)
+        from connector import assembly
+
+        self._faults = FaultLog()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = assembly.build_scheduler_side(vllm_config)
+        else:
+            self._worker = assembly.build_worker_side(vllm_config)
+
+    # -- Scheduler --------------------------------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int, *_: Any, **__: Any) -> bool:
+        """Whether the request can be scheduled: False while it waits for bytes from a lower tier."""
+        return self._guarded("ensure", True, self._of_scheduler().ensure_available, request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str, *_: Any, **__: Any) -> bool:
+        """Whether the item will be loaded instead of being encoded in this step."""
+        return self._guarded("has_item", False, self._of_scheduler().has_item, identifier)
+
+    def update_state_after_alloc(self, request: "Request", index: int, *_: Any, **__: Any) -> None:
+        """The item has got its place on the device: it will be loaded, or encoded and saved."""
+        self._guarded("allocated", None, self._of_scheduler().allocated, request, index)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
+        """The plan for the workers. Not guarded: loads that were promised must not be lost in silence."""
+        return self._of_scheduler().build_plan(scheduler_output)
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """Release what the request holds in the pool."""
+        self._guarded("finished", None, self._of_scheduler().finished, request.request_id)
+        return False, None
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests that need an item which nobody has and nobody can encode."""
+        return self._guarded("unavailable", set(), self._of_scheduler().take_unavailable)
+
+    # -- Worker -----------------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepPlan):
+            self._guarded("bind", None, self._of_worker().bind, connector_metadata)
+
+    def start_load_caches(self, encoder_cache: "EncoderCache", *_: Any, **__: Any) -> None:
+        """Copy the plan's items into the runner's cache. Not guarded: without them the step would be wrong."""
+        self._of_worker().load(encoder_cache)
+
+    def save_caches(self, encoder_cache: "EncoderCache", mm_hash: str, *_: Any, **__: Any) -> None:
+        """An item has been encoded: queue its copy into the pool."""
+        self._guarded("save", None, self._of_worker().save, encoder_cache, mm_hash)
+
+    def clear_connector_metadata(self) -> None:
+        """The step has ended."""
+        self._guarded("finish_step", None, self._of_worker().finish_step)
+        super().clear_connector_metadata()
+
+    # -- Both -------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """A clean stop. Nothing relies on it: vLLM may be killed first."""
+        if self._scheduler is not None:
+            self._guarded("close", None, self._scheduler.close)
+        if self._worker is not None:
+            self._guarded("close", None, self._worker.close, WORKER_CLOSE_SECONDS)
+
+    def _of_scheduler(self) -> "SchedulerSide":
+        if self._scheduler is None:
+            raise RuntimeError("a scheduler's hook was called on a worker's connector")
+        return self._scheduler
+
+    def _of_worker(self) -> "WorkerSide":
+        if self._worker is None:
+            raise RuntimeError("a worker's hook was called on the scheduler's connector")
+        return self._worker
+
+    def _guarded(self, hook: str, otherwise: T, call: Callable[..., T], *args: Any) -> T:
+        """The one place where an unforeseen error of ours becomes a miss: counted, logged, and the engine goes on."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self._faults.report("connector", f"{hook}_failed", f"{type(error).__name__}: {error}")
+            return otherwise

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half: carries out a StepPlan by copies between the runner's encoder cache and the shared pool.
+
+Decides nothing. A load is copied on the step thread, which waits for those bytes anyway; a save is handed to the copy
+thread. No tier below the pool and no look-up may enter this room.
+"""
+
+import threading
+import time
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from vllm.logger import init_logger
+
+from connector.copy_thread import CopyThread
+from connector.step_plan import StepPlan, Transfer
+from storage_tiers.faults import FaultLog
+from storage_tiers.shared_segment import SharedSegment, find_live_segment
+from storage_tiers.transfer_board import RankGauge, RankView, TransferBoard, TransferStatus
+
+__all__ = ["WorkerOptions", "WorkerSide"]
+
+logger = init_logger(f"vllm.{__name__}")
+
+ATTACH_POLL_SECONDS = 0.05
+"""How often a worker that was told nothing looks for its engine's segment."""
+
+EncoderCache = MutableMapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What a worker must know before the first plan comes."""
+
+    engine_id: str
+    dp_rank: int
+    owner_pids: Collection[int]
+    """Processes that may be the engine's: this one and its parents."""
+    rank: int
+    """Counted over tensor-parallel x prefill-context-parallel ranks; rank 0 saves."""
+    device: torch.device
+    save_queue_bytes: int
+    populate_pool: bool
+    takes_part: bool = True
+    """False on later pipeline stages, where no encoder runs: they attach to nothing and ignore plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attachment:
+    segment: SharedSegment
+    board: RankView
+    bytes: torch.Tensor
+    """The whole segment, uint8."""
+
+    def at(self, transfer: Transfer) -> torch.Tensor:
+        raw = self.bytes[transfer.offset : transfer.offset + transfer.nbytes]
+        return raw.view(transfer.dtype).view(transfer.shape)
+
+
+class WorkerSide:
+    """One rank's end of the pool. All methods but `close` are called from the worker's step thread."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        """Starts to look for the engine's segment in the background."""
+        self._options = options
+        self._faults = FaultLog()
+        self._attached: _Attachment | None = None
+        self._attach_lock = threading.Lock()
+        self._plan: StepPlan | None = None
+        self._saves: dict[str, Transfer] = {}
+        self._encode_started: float | None = None
+        self._gauges = dict.fromkeys(RankGauge, 0.0)
+        self._copies = CopyThread(options.save_queue_bytes, self._finish_save, self._faults)
+        self._stopping = threading.Event()
+        self._attacher = threading.Thread(target=self._attach_when_found, name="ec-attach", daemon=True)
+        if options.takes_part:
+            self._attacher.start()
+
+    # -- One step ---------------------------------------------------------------------------------------------------
+
+    def bind(self, plan: StepPlan) -> None:
+        """Take up the plan of the step that begins."""
+        if not self._options.takes_part:
+            return
+        self._plan = plan
+        if self._attached is None:
+            self._attach(plan.segment)
+        self._saves = {save.mm_hash: save for save in plan.saves} if self._options.rank == 0 else {}
+        self._encode_started = time.perf_counter() if self._saves else None
+
+    def load(self, encoder_cache: EncoderCache) -> None:
+        """Copy all the plan's loads from the pool into `encoder_cache`, on the runner's device.
+
+        Raises RuntimeError when the segment is out of reach: this step cannot be run without those items.
+        """
+        if self._plan is None or not self._plan.loads:
+            return
+        attached = self._attached
+        if attached is None:
+            raise RuntimeError(f"a load was planned, but the shared segment {self._plan.segment} cannot be attached")
+        started = time.perf_counter()
+        for load in self._plan.loads:
+            target = torch.empty(load.shape, dtype=load.dtype, device=self._options.device)
+            encoder_cache[load.mm_hash] = target.copy_(attached.at(load))
+            attached.board.set_status(load.slot, TransferStatus.DONE)
+        self._count(RankGauge.LOADED_BYTES, sum(load.nbytes for load in self._plan.loads))
+        self._count(RankGauge.LOAD_SECONDS, time.perf_counter() - started)
+        self._encode_started = time.perf_counter() if self._saves else None
+
+    def save(self, encoder_cache: EncoderCache, mm_hash: str) -> None:
+        """Queue the copy of a freshly encoded item into the pool, if the plan asks for it. Copies nothing itself."""
+        self._note_encode_seconds()
+        save = self._saves.pop(mm_hash, None)
+        attached = self._attached
+        if save is None or attached is None:
+            return
+        tensor = encoder_cache[mm_hash]
+        if tuple(tensor.shape) != save.shape or tensor.dtype != save.dtype:
+            got = f"{tensor.dtype}{list(tensor.shape)}"
+            self._faults.report("device", "unexpected_shape", f"{mm_hash}: {got}, planned {save.dtype}{save.shape}")
+            self._finish_save(save, succeeded=False)
+            return
+        attached.board.set_status(save.slot, TransferStatus.DEFERRED)
+        if not self._copies.submit(save, tensor, attached.at(save)):
+            self._faults.report("device", "save_queue_full", f"{save.nbytes} bytes of {mm_hash}")
+            self._finish_save(save, succeeded=False)
+
+    def finish_step(self) -> None:
+        """The step is over: saves of its plan that never came will not come any more."""
+        plan, self._plan = self._plan, None
+        if plan is None or self._attached is None:
+            return
+        self._attached.board.set_gauge(RankGauge.SAVE_QUEUE_BYTES, self._copies.queued_bytes)
+        self._attached.board.complete_plan(plan.number)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Finish queued copies, stop both threads, let go of the segment. Any thread; later calls do nothing."""
+        self._stopping.set()
+        left = self._copies.close(timeout_seconds)
+        if left:
+            self._faults.report("device", "save_abandoned", f"{left} bytes not copied in {timeout_seconds} s")
+        if self._attacher.is_alive():
+            self._attacher.join(timeout_seconds)
+        attached, self._attached = self._attached, None
+        if attached is not None and not left:
+            attached.segment.close()
+
+    # -- Attaching --------------------------------------------------------------------------------------------------
+
+    def _attach_when_found(self) -> None:
+        """Thread: find the engine's segment, attach, then fault it in so that no load pays for it."""
+        options = self._options
+        while self._attached is None and not self._stopping.is_set():
+            name = find_live_segment(options.engine_id, options.dp_rank, options.owner_pids)
+            if name is not None:
+                self._attach(name)
+            self._stopping.wait(ATTACH_POLL_SECONDS)
+        attached = self._attached
+        if attached is None or not options.populate_pool:
+            return
+        try:
+            attached.segment.populate(self._stopping)
+        except OSError as error:
+            self._faults.report("pool", "populate_failed", error)
+
+    def _attach(self, name: str) -> None:
+        """Map the segment and say so on the board; a failure is reported, and the next plan tries again."""
+        with self._attach_lock:
+            if self._attached is not None:
+                return
+            try:
+                segment = SharedSegment.attach(name)
+                board = TransferBoard.attach(segment.board_memory).rank(self._options.rank)
+            except (OSError, ValueError, IndexError) as error:
+                self._faults.report("pool", "attach_failed", f"{name}: {error}")
+                return
+            self._attached = _Attachment(segment, board, segment.tensor())
+            board.attach()
+            logger.info("Encoder cache: rank %d attached to shared pool %s", self._options.rank, name)
+
+    # -- Reports ----------------------------------------------------------------------------------------------------
+
+    def _finish_save(self, save: Transfer, succeeded: bool) -> None:
+        """Step thread or copy thread."""
+        attached = self._attached
+        if attached is None:
+            return
+        attached.board.set_status(save.slot, TransferStatus.DONE if succeeded else TransferStatus.FAILED)
+        if succeeded:
+            self._count(RankGauge.SAVED_BYTES, save.nbytes)
+        else:
+            self._count(RankGauge.SAVE_FAILURES, 1)
+
+    def _count(self, which: RankGauge, amount: float) -> None:
+        """Add to a gauge that counts since start. Each gauge is counted by one thread, SAVE_FAILURES by two at worst."""
+        self._gauges[which] += amount
+        if self._attached is not None:
+            self._attached.board.set_gauge(which, self._gauges[which])
+
+    def _note_encode_seconds(self) -> None:
+        """Publish what the encoder took per token, at the first item that comes out of it in this step.
+
+        Only on the CPU, where the host's clock and the device's are one; elsewhere the gauge stays 0, "unknown".
+        """
+        started, self._encode_started = self._encode_started, None
+        tokens = sum(save.num_tokens for save in self._plan.saves) if self._plan is not None else 0
+        if started is None or not tokens or self._attached is None or self._options.device.type != "cpu":
+            return
+        seconds = time.perf_counter() - started
+        self._attached.board.set_gauge(RankGauge.ENCODE_SECONDS_PER_TOKEN, seconds / tokens)
