@@ -38,7 +38,7 @@ logger = init_logger(f"vllm.{__name__}")
 def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     """The scheduler's half with every tier, in the process that owns them.
 
-    Raises SettingsError for a wrong setting or a size that does not fit, ValueError for an engine that cannot be served.
+    Raises SettingsError for a wrong setting or a size that does not fit, ValueError for an engine it cannot serve.
     """
     _refuse_unsupported(vllm_config)
     settings = _settings_of(vllm_config)
@@ -128,8 +128,8 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
-            f"distributed_executor_backend external_launcher with {parallel.world_size} ranks runs one scheduler per rank, "
-            f"and each would own the cache. Use mp or ray, or one rank."
+            f"distributed_executor_backend external_launcher with {parallel.world_size} ranks runs one scheduler per "
+            f"rank, and each would own the cache. Use mp or ray, or one rank."
         )
     hosts = getattr(parallel, "nnodes_within_dp", 1)
     if hosts > 1:

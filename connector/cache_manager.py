@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's encoder cache manager, made to tell: what the device holds, when it was reset, and to forget on request.
 
-A reset (weight updates, sleep) reaches the manager and no connector hook, and vLLM asks the connector before it looks at
-the device. The manager is built after the connector, from a class name: the two meet in a registry, by a token in the
+A reset (weight updates, sleep) reaches the manager and no connector hook, and vLLM asks the connector before it looks
+at the device. The manager is built after the connector, from a class name: the two meet in a registry, by a token in the
 manager's configuration. No policy may enter: what is admitted and evicted stays vLLM's own decision.
 """
 
@@ -111,7 +111,7 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
         if self.freeable.pop(mm_hash, None) is None:
             self.num_freeable_slots += num_embeds
         for request_id in references:
-            logger.warning("Request %s still refers to encoder item %s, whose encoding was taken back", request_id, mm_hash)
+            logger.warning("Request %s refers to encoder item %s, whose encoding was taken back", request_id, mm_hash)
 
 
 def install_reporting_manager(vllm_config: "VllmConfig", residency: DeviceResidency) -> bool:

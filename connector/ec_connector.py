@@ -115,6 +115,6 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         """The one place where an unforeseen error of ours becomes a miss: counted, logged, and the engine goes on."""
         try:
             return call(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the edge of a hook
             self._faults.report("connector", f"{hook}_failed", f"{type(error).__name__}: {error}")
             return otherwise

@@ -216,7 +216,7 @@ class SchedulerSide:
     def _take_back_unscheduled(self, scheduled: dict[str, list[int]]) -> None:
         """Undo encodes that a preemption removed from the step after they were planned.
 
-        The manager must forget them, or it would list as cached what was never encoded, and the engine would die of it.
+        The manager must forget them: it would list as cached what was never encoded, and the engine would die of it.
         """
         lost = [
             mm_hash
@@ -240,7 +240,7 @@ class SchedulerSide:
                 self._ledger.give_back(planned.slot)
 
     def _take_back_loads_of(self, freed: set[str]) -> None:
-        """A load that waited for a step with tokens, and whose item was freed meanwhile, would fill what nobody frees."""
+        """A load that waited for a step with tokens, its item freed meanwhile, would fill what nobody frees."""
         self._take_back({mm_hash: self._loads.pop(mm_hash) for mm_hash in freed & self._loads.keys()})
 
     def _end_pass(self) -> None:

@@ -193,7 +193,7 @@ class WorkerSide:
             self._count(RankGauge.SAVE_FAILURES, 1)
 
     def _count(self, which: RankGauge, amount: float) -> None:
-        """Add to a gauge that counts since start. Each gauge is counted by one thread, SAVE_FAILURES by two at worst."""
+        """Add to a gauge that counts since start. One thread counts each, but for SAVE_FAILURES: two at worst."""
         self._gauges[which] += amount
         if self._attached is not None:
             self._attached.board.set_gauge(which, self._gauges[which])

@@ -22,7 +22,7 @@ _TURN_SECONDS = 0.2
 """Longest that one process removes files before others get the lock: a budget that was lowered may free terabytes."""
 _CHEAP_REFRESH_SECONDS = 0.005
 _REFRESH_DUTY = 20
-"""A directory that others keep changing is looked through for at most 1/20 of the time, once that takes over 5 ms."""
+"""A directory that others keep changing takes at most 1/20 of a processor to look through, once that takes over 5 ms."""
 
 
 class DiskBudget:
@@ -95,7 +95,7 @@ class DiskBudget:
         target = self.evicted_bytes + nbytes
         while True:
             with self._exclusive(_LOCK_SECONDS):
-                self._look_again()
+                self._look_again(patient=True)
                 if self._shrink(lambda: target - self.evicted_bytes):
                     return self.evicted_bytes - target + nbytes
 
@@ -133,18 +133,18 @@ class DiskBudget:
         if not unseen:
             self._seen_ns = self._directory.modified_ns()
 
-    def _look_again(self) -> None:
-        """Take up what other processes did, unless that was done lately and takes long."""
-        if self._directory.modified_ns() != self._seen_ns and time.monotonic() >= self._next_refresh:
+    def _look_again(self, *, patient: bool = False) -> None:
+        """Take up what other processes did; unless `patient`, not if that was done lately and takes long."""
+        if self._directory.modified_ns() != self._seen_ns and (patient or time.monotonic() >= self._next_refresh):
             self._refresh()
 
     def _refresh(self, *, first: bool = False) -> None:
-        started = time.monotonic()
+        started = time.thread_time()
         seen_ns = self._directory.modified_ns()  # before the look: what changes during it stays unseen
         self._index.reconcile(self._directory.list_entries(), first=first)
         self._seen_ns = seen_ns
-        took = time.monotonic() - started
-        self._next_refresh = started + took * _REFRESH_DUTY if took > _CHEAP_REFRESH_SECONDS else 0.0
+        took = time.thread_time() - started
+        self._next_refresh = time.monotonic() + took * _REFRESH_DUTY if took > _CHEAP_REFRESH_SECONDS else 0.0
 
     def _shrink(self, excess: Callable[[], int]) -> bool:
         """Evict until `excess` bytes are zero or less, or nothing is left; False when the turn is over before that."""

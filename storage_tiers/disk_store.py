@@ -269,7 +269,8 @@ class DiskStore:
             self._report("remove_failed", error)
 
     def _report(self, kind: str, detail: object) -> None:
-        self._faults.report(self._label, kind, detail)
+        # As text: an exception would keep its frames, and with them the caller's buffers, alive in a log record.
+        self._faults.report(self._label, kind, str(detail))
 
 
 def _header_in(fd: int, size: int) -> ItemHeader:

@@ -16,7 +16,7 @@ __all__ = ["Entry", "EntryState", "Lease"]
 
 
 class EntryState(enum.Enum):
-    """Where an item's bytes stand as far as the pool is concerned. An item without an entry is absent or only stored."""
+    """Where an item's bytes stand as far as the pool is concerned. Without an entry, it is absent or only stored."""
 
     STAGING = "staging"
     """An I/O thread looks for the bytes below, or reads them."""
@@ -25,7 +25,7 @@ class EntryState(enum.Enum):
     RESIDENT = "resident"
     """Verified bytes are in the pool."""
     GONE = "gone"
-    """Staging or saving failed, or the bytes were evicted or replaced. Nothing leads here but leases that still stand."""
+    """Staging or saving failed, or the bytes were evicted or replaced. Only leases that still stand lead here."""
 
 
 class Entry:
@@ -49,7 +49,7 @@ class Entry:
         self.stored_below = False
         """Whether a lower tier holds the same bytes, so that an eviction loses nothing."""
         self.reload_seconds = 0.0
-        """What having the item again after an eviction is estimated to take: a restore where stored below, else encoding."""
+        """Estimate of having the item again after an eviction: a restore where it is stored below, else encoding."""
 
     @property
     def nbytes(self) -> int:

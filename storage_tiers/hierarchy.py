@@ -65,7 +65,7 @@ class TierHierarchy:
     ) -> None:
         """Takes over `pool` and `lower`: `close` closes them.
 
-        `encode_seconds_per_token` gives what workers measured lately, 0.0 while unknown. `clock` gives monotonic seconds.
+        `encode_seconds_per_token` gives what workers measured lately, 0.0 while unknown; `clock` monotonic seconds.
         """
         self.faults = faults
         self._pool = pool
@@ -99,7 +99,7 @@ class TierHierarchy:
     def acquire(self, wanted: WantedItem) -> Lease | None:
         """Claim an item for a request, starting a restore where it may be below. None is a miss. Step thread.
 
-        Watch the lease's state: RESIDENT can be used, STAGING and SAVING may become so, GONE will not. Ends with `release`.
+        Watch the lease's state: RESIDENT can be used, STAGING and SAVING may become so, GONE will not. `release` it.
         """
         with self._lock:
             entry = self._index.get(wanted.chunk_hash)
@@ -151,7 +151,7 @@ class TierHierarchy:
     def begin_save(self, header: ItemHeader) -> Lease | None:
         """Reserve pool space for an item that is about to be encoded; None: do not save it. Step thread.
 
-        None where it is resident already, on its way, or the pool is exhausted (a counted fault). Ends with `finish_save`.
+        None where it is resident already, on its way, or the pool is exhausted (a counted fault). `finish_save` ends it.
         """
         wanted = header.as_wanted()
         with self._lock:
@@ -234,7 +234,7 @@ class TierHierarchy:
         return self._io.pending_writes
 
     def close(self) -> None:
-        """Stop the I/O threads, close the lower tiers and the pool. What is stored below stays; what is queued is lost."""
+        """Stop the I/O threads, close lower tiers and pool. What is stored below stays; what is queued is lost."""
         if not self._io.close():
             self.faults.report("hierarchy", "io_thread_hangs", "left behind at close")
         self._lower.close()
@@ -314,7 +314,7 @@ class TierHierarchy:
         return self._keys.key_of(entry.wanted.chunk_hash)
 
     def _cost_of(self, key: CacheEngineKey) -> float | None:
-        """What evicting an item would cost: seconds to have it again, less the longer nobody asked. None: not evictable."""
+        """What evicting an item would cost: seconds to have it again, by its age. None: not evictable."""
         entry = self._index.get(key.chunk_hash)
         if entry is None:
             return 0.0

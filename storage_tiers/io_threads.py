@@ -46,7 +46,7 @@ class IoThreads:
         return len(self._writes) + self._running_writes
 
     def submit_read(self, job: Job) -> bool:
-        """Queue a job that a request waits for. False when the queue is full or closed: the caller's miss. Any thread."""
+        """Queue a job that a request waits for. False when the queue is full or closed: a miss. Any thread."""
         with self._changed:
             if self._closed or len(self._reads) >= self._max_queued_reads:
                 return False
@@ -87,7 +87,7 @@ class IoThreads:
             job, is_write = taken
             try:
                 job()
-            except Exception as error:  # the edge of a thread: a job's own guard has failed, the thread must live
+            except Exception as error:  # noqa: BLE001 - the edge of a thread, which must live
                 self._faults.report("hierarchy", "io_job_failed", repr(error))
             finally:
                 del job

@@ -195,7 +195,7 @@ class PersistentDiskBackend(StoragePluginInterface):
                 self._report("callback_failed", repr(error))
 
     def _report(self, kind: str, detail: object) -> None:
-        self.faults.report("disk", kind, detail)
+        self.faults.report("disk", kind, str(detail))
 
 
 def _name_of(key: CacheEngineKey) -> str | None:

@@ -25,7 +25,7 @@ class RestoreEstimate:
         self._observed_at = float("-inf")
 
     def observe(self, probe_seconds: float, read_seconds: float, nbytes: int, now: float) -> None:
-        """Take up one finished restore: seconds until its header was there, seconds for `nbytes` of payload. I/O thread."""
+        """Take up one restore: seconds until its header was there, and for `nbytes` of payload. I/O thread."""
         with self._lock:
             decay = self._decay(now)
             self._seconds_per_read = _mix(self._seconds_per_read * decay, probe_seconds)

@@ -63,7 +63,7 @@ class ItemHeader:
         return WantedItem(self.mm_hash, self.num_tokens, self.modality, self.fingerprint, self.width)
 
     def mismatch(self, wanted: WantedItem) -> str | None:
-        """The first thing in which these bytes are not what is wanted: a short name for counting, or None. Any thread."""
+        """The first thing in which these bytes are not what is wanted, as a name for counting, or None. Any thread."""
         if self.mm_hash != wanted.mm_hash:
             return "other_item"
         if self.fingerprint != wanted.fingerprint:
@@ -81,8 +81,8 @@ class ItemHeader:
 class LowerTier(Protocol):
     """A tier below the pool. Calls block on I/O: the hierarchy makes them on its I/O threads only, except `lists`.
 
-    A tier turns damaged or foreign data into a miss by itself: it removes what is damaged and reports a fault. It raises
-    OSError only where the store itself fails, and the hierarchy counts that.
+    A tier turns damaged or foreign data into a miss by itself: it removes what is damaged and reports a fault. It
+    raises OSError only where the store itself fails, and the hierarchy counts that.
     """
 
     name: str

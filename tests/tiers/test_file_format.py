@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_tiers import file_format
-from storage_tiers.file_format import BLOCK_BYTES, DamagedFile, decode_header, decode_trailer, encode_trailer, padded_bytes
+from storage_tiers.file_format import (
+    BLOCK_BYTES,
+    DamagedFile,
+    decode_header,
+    decode_trailer,
+    encode_trailer,
+    padded_bytes,
+)
 from storage_tiers.tier import ItemHeader, digest_of
 
 PAYLOAD = bytes(range(256)) * 10
