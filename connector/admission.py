@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "Identity", "RequestedItem"]
 
+ATTACH_GRACE_SECONDS = 30.0
+"""How long requests may wait for workers to attach, from the first that asks. Attaching takes milliseconds; a worker
+that never does (on another host, say) must not delay every request by a deadline."""
+
 PASSTHROUGH_MODALITIES = frozenset({"prompt_embeds"})
 """Not encoded at all: the client's tensor is put into the encoder cache as it is."""
 
@@ -86,6 +90,7 @@ class Admission:
         self._records: dict[str, _Record] = {}
         self._asking: _Record | None = None
         self._unavailable: set[str] = set()
+        self._attach_deadline: float | None = None
         self.counts: Counter[str] = Counter()
 
     def ensure(self, request: "Request", num_computed_tokens: int) -> bool:
@@ -209,13 +214,23 @@ class Admission:
         if item.missed:
             return False
         if not self._is_ready():
-            return True
+            return self._may_wait_for_workers(record, item)
         if item.lease is None:
             item.lease = self._hierarchy.acquire(item.wanted)
         state = item.lease.state if item.lease is not None else EntryState.GONE
         if state is EntryState.GONE:
             self._miss(record, item)
         return state in (EntryState.STAGING, EntryState.SAVING)
+
+    def _may_wait_for_workers(self, record: _Record, item: RequestedItem) -> bool:
+        now = self._clock()
+        if self._attach_deadline is None:
+            self._attach_deadline = now + ATTACH_GRACE_SECONDS
+        if now < self._attach_deadline:
+            return True
+        self.counts["miss_workers_not_attached"] += 1
+        self._miss(record, item)
+        return False
 
     def _miss(self, record: _Record, item: RequestedItem) -> None:
         self._release(item)

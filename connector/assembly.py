@@ -87,6 +87,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
             is_producer=config.is_ec_producer,
             is_consumer=config.is_ec_consumer,
             is_ready=board.attached,
+            log_interval_seconds=settings.behaviour.log_interval_seconds,
             closers=(identity.close, _populate_in_background(settings, segment, faults)),
         )
     )

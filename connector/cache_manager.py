@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's encoder cache manager, made to tell: what the device holds, when it was reset, and to forget on request.
 
-A reset (weight updates, sleep) reaches the manager and no connector hook, and vLLM asks the connector before it looks
-at the device. The manager is built after the connector, from a class name: the two meet in a registry, by a token in the
-manager's configuration. No policy may enter: what is admitted and evicted stays vLLM's own decision.
+A reset (weight updates, sleep) reaches the manager and no connector hook, and vLLM asks the connector before it
+looks at the device. The manager is built after the connector, from a class name: the two meet in a registry, by a
+token in the manager's configuration. No policy may enter: what is admitted and evicted stays vLLM's own decision.
 """
 
 import uuid

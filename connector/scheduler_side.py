@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from connector.activity_log import ActivityLog
 from connector.admission import Admission, RequestedItem
 from connector.cache_manager import DeviceResidency
 from connector.step_plan import StepPlan, Transfer
@@ -49,6 +50,8 @@ class SchedulerParts:
     is_consumer: bool
     is_ready: Callable[[], bool]
     """Whether every participating worker has attached."""
+    log_interval_seconds: float = 10.0
+    """The least time between two lines that sum up what the cache has done."""
     flush_seconds: float = 5.0
     """Longest wait at a clean stop for lower tiers to take what was saved."""
     closers: Sequence[Callable[[], None]] = ()
@@ -81,6 +84,7 @@ class SchedulerSide:
         self._allocated: set[str] = set()
         self._closed = False
         self.counts: Counter[str] = Counter()
+        self._activity = ActivityLog(parts.log_interval_seconds, self.figures)
 
     # -- Hooks of one pass ------------------------------------------------------------------------------------------
 
@@ -131,6 +135,7 @@ class SchedulerSide:
             plan.loads = self._hand_out(self._loads, is_save=False)
             plan.saves = self._hand_out(self._saves, is_save=True)
         self._end_pass()
+        self._activity.log_if_due()
         return plan
 
     def finished(self, request_id: str) -> None:
@@ -149,6 +154,18 @@ class SchedulerSide:
         self._end_pass()
         self._admission.forget_all()
 
+    def figures(self) -> dict[str, int]:
+        """Totals since start by name: what was loaded, encoded and saved, why items were missed, and what failed."""
+        faults = {f"fault {tier}/{kind}": count for (tier, kind), count in self._hierarchy.faults.counts().items()}
+        return {
+            **self.counts,
+            **self._admission.counts,
+            **self._ledger.counts(),
+            **self._hierarchy.counts(),
+            **faults,
+            "items in pool": self._hierarchy.num_entries,
+        }
+
     # -- The end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -157,6 +174,7 @@ class SchedulerSide:
             return
         self._closed = True
         started = time.monotonic()
+        self._activity.log()
         lost_transfers = self._ledger.close()
         left = self._hierarchy.flush(self._parts.flush_seconds)
         self._admission.forget_all()
@@ -228,7 +246,7 @@ class SchedulerSide:
             if not self._parts.residency.forget(mm_hash):
                 logger.warning_once(
                     "Encoder cache: a preemption took back an encoder run, and the encoder cache manager in use cannot "
-                    "be told; vLLM may die of it. Leave --ec-manager-config unset, or use priority scheduling with care."
+                    "be told; vLLM may die of it. Leave --ec-manager-config unset, or do without priority scheduling."
                 )
         self._take_back_saves(lost)
 
@@ -240,7 +258,7 @@ class SchedulerSide:
                 self._ledger.give_back(planned.slot)
 
     def _take_back_loads_of(self, freed: set[str]) -> None:
-        """A load that waited for a step with tokens, its item freed meanwhile, would fill what nobody frees."""
+        """A load that waited for tokens while its item was freed would fill what nobody frees."""
         self._take_back({mm_hash: self._loads.pop(mm_hash) for mm_hash in freed & self._loads.keys()})
 
     def _end_pass(self) -> None:

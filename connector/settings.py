@@ -63,15 +63,6 @@ class BehaviourSettings(BaseModel):
     reset_invalidates: bool = Field(
         default=True, description="An encoder cache reset (new weights, sleep) makes everything stored before a miss."
     )
-    spill_policy: Literal["write_behind", "on_evict"] = Field(
-        default="write_behind",
-        description="When an item leaves the device: soon after it was encoded, or when the device evicts it.",
-    )
-    max_dirty_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        description="With on_evict: how long an item may live on the device alone before it is saved all the same.",
-    )
     staging_deadline_seconds: float = Field(
         default=2.0,
         gt=0,
@@ -84,7 +75,7 @@ class BehaviourSettings(BaseModel):
     io_queue_items: int = Field(
         default=1024,
         ge=1,
-        description="Reads and writes that may wait for an I/O thread; what comes on top is a miss or is not saved.",
+        description="Restores that may wait for an I/O thread; what comes on top is a miss.",
     )
     skip_slow_restores: bool = Field(
         default=True, description="Do not attempt a restore that is estimated to take longer than encoding."
@@ -92,7 +83,7 @@ class BehaviourSettings(BaseModel):
     save_queue_bytes: int = Field(
         default=512 * 1024**2,
         ge=1,
-        description="Bytes of encoder outputs that a worker's copy thread may hold; what comes on top is saved later.",
+        description="Bytes of encoder outputs that a worker's copy thread may hold; what comes on top is not saved.",
     )
     transfer_slots: int = Field(
         default=4096, ge=64, le=65536, description="Copies between device and pool that may be outstanding at once."

@@ -9,11 +9,15 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
+from vllm.logger import init_logger
+
 from storage_tiers.entry import Lease
 from storage_tiers.hierarchy import TierHierarchy
 from storage_tiers.transfer_board import SlotPool, TransferBoard, TransferStatus
 
 __all__ = ["TransferLedger"]
+
+logger = init_logger(f"vllm.{__name__}")
 
 POLL_SECONDS = 0.002
 """How often the board is read while transfers are outstanding: a few microseconds per transfer."""
@@ -48,7 +52,7 @@ class TransferLedger:
         return len(self._outstanding)
 
     def counts(self) -> dict[str, int]:
-        """Ended transfers since start: load_done, load_failed, save_done, save_failed."""
+        """Ended transfers since start: load_copied, load_copy_failed, save_copied, save_copy_failed."""
         with self._changed:
             return dict(self._counts)
 
@@ -110,9 +114,12 @@ class TransferLedger:
                 return  # another thread polled at the same time
             self._slots.release(transfer.slot)
             kind = "save" if transfer.is_save else "load"
-            self._counts[f"{kind}_{'done' if succeeded else 'failed'}"] += 1
+            self._counts[f"{kind}_{'copied' if succeeded else 'copy_failed'}"] += 1
         if transfer.is_save:
+            entry = transfer.lease.entry
             self._hierarchy.finish_save(transfer.lease, succeeded)
+            if succeeded:  # LMCache's line, which its users look for
+                logger.info("EC put: stored %d bytes for mm_hash=%s", entry.nbytes, entry.wanted.mm_hash)
         else:
             self._hierarchy.release(transfer.lease)
 

@@ -22,7 +22,7 @@ _TURN_SECONDS = 0.2
 """Longest that one process removes files before others get the lock: a budget that was lowered may free terabytes."""
 _CHEAP_REFRESH_SECONDS = 0.005
 _REFRESH_DUTY = 20
-"""A directory that others keep changing takes at most 1/20 of a processor to look through, once that takes over 5 ms."""
+"""Looking through a directory that others keep changing takes at most 1/20 of a processor, once it takes over 5 ms."""
 
 
 class DiskBudget:

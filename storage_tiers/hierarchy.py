@@ -151,7 +151,7 @@ class TierHierarchy:
     def begin_save(self, header: ItemHeader) -> Lease | None:
         """Reserve pool space for an item that is about to be encoded; None: do not save it. Step thread.
 
-        None where it is resident already, on its way, or the pool is exhausted (a counted fault). `finish_save` ends it.
+        None where it is resident, on its way, or the pool is exhausted (a counted fault). `finish_save` ends it.
         """
         wanted = header.as_wanted()
         with self._lock:

@@ -145,15 +145,15 @@ def test_config_file_wins_over_the_variable(tmp_path: Path) -> None:
 
 
 def test_behaviour_comes_from_json_over_every_extra_config(tmp_path: Path) -> None:
-    text = "extra_config: {ec.io_threads: 2, ec.namespace: a, ec.spill_policy: on_evict, use_odirect: true}"
+    text = "extra_config: {ec.io_threads: 2, ec.namespace: a, ec.weight_fingerprint: none, use_odirect: true}"
     environ = {"LMCACHE_EC_EXTRA_CONFIG": json.dumps({"ec.namespace": "b", "ec.io_threads": 3})}
     settings = load(tmp_path, text, {"io_threads": 5}, **environ)
     behaviour, origins = settings.behaviour, settings.behaviour_origins
-    assert (behaviour.spill_policy, behaviour.namespace, behaviour.io_threads) == ("on_evict", "b", 5)
-    assert origins["spill_policy"].endswith("lmcache.yaml, extra_config: ec.spill_policy")
+    assert (behaviour.weight_fingerprint, behaviour.namespace, behaviour.io_threads) == ("none", "b", 5)
+    assert origins["weight_fingerprint"].endswith("lmcache.yaml, extra_config: ec.weight_fingerprint")
     assert origins["namespace"] == "environment variable LMCACHE_EC_EXTRA_CONFIG, extra_config: ec.namespace"
     assert origins["io_threads"] == "ec_connector_extra_config"
-    assert origins["max_dirty_seconds"] == "default"
+    assert origins["staging_deadline_seconds"] == "default"
     # A layer that holds only our keys hides nothing of LMCache's; and LMCache sees none of ours.
     assert settings.storage.direct_io is True
     assert settings.storage.lmcache_config.extra_config == {"use_odirect": True}
@@ -433,9 +433,9 @@ def test_lmcaches_defaults_pass_our_checks(tmp_path: Path) -> None:
         ("namespace", None, "letters, digits"),
         ("persist_client_ids", "true", "true or false"),
         ("reset_invalidates", 1, "true or false"),
-        ("spill_policy", "never", "one of write_behind, on_evict"),
-        ("max_dirty_seconds", 0, "a number and above 0"),
-        ("max_dirty_seconds", float("inf"), "a number and above 0"),
+        ("weight_fingerprint", "never", "one of sample, none"),
+        ("staging_deadline_seconds", 0, "a number and above 0"),
+        ("staging_deadline_seconds", float("inf"), "a number and above 0"),
         ("staging_deadline_seconds", -1.0, "a number and above 0"),
         ("staging_deadline_seconds", "2", "a number and above 0"),
         ("max_lease_fraction", 1.5, "a number and above 0 and at most 1"),
