@@ -105,10 +105,8 @@ class PoolAllocator:
             search.extend(node, cost_of(node.offset) if node.used else 0.0)
             scanned += 1
             if node.next is None:
-                node = head
                 search.restart(head)
-            else:
-                node = node.next
+            node = node.next or head
             if node is start or (scanned >= max_scan and (search.found or search.is_empty)):
                 break
         self._hand = node if search.left is start or search.left is None else search.left

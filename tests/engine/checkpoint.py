@@ -42,13 +42,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_WRITER_VERSION = 1
+_WRITER_VERSION = 2
 """Part of a cached checkpoint's name: to be raised when what is written here changes."""
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Size of the checkpoint: the two text layers are fixed, the vision tower is as deep and wide as asked."""
+    """Size of the checkpoint: three text layers, and a vision tower as deep and wide as asked."""
 
     depth: int = 4
     """Blocks of the vision tower, at least 2: deepstack features leave it at two levels."""
@@ -130,7 +130,8 @@ def _config(shape: TowerShape, processor: Qwen3VLProcessor) -> Qwen3VLConfig:
             "vocab_size": 320,
             "hidden_size": shape.text_width,
             "intermediate_size": 2 * shape.text_width,
-            "num_hidden_layers": 2,
+            # The second deepstack level is added after the second layer, so without a third it would decide nothing.
+            "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 32,
@@ -189,5 +190,5 @@ def _initial(name: str, weight: torch.Tensor, generator: torch.Generator) -> tor
 
 
 def _printable_ids(processor: Qwen3VLProcessor) -> list[int]:
-    """Return the tokens of printable ASCII; the others keep a zero logit, so answers are readable and of full length."""
+    """Return the tokens of printable ASCII; the others keep a zero logit, so that answers are readable and not cut."""
     return [processor.tokenizer.convert_tokens_to_ids(chr(code)) for code in range(33, 127)]

@@ -77,7 +77,7 @@ class VllmServer:
         """The living processes of the server: API server, engine core and workers."""
         return [] if self._process is None else [member.pid for member in processes.family(self._process)]
 
-    def start(self, deadline_s: float = 180.0, progress: Callable[[str], None] | None = None) -> Self:
+    def start(self, deadline_s: float = 300.0, progress: Callable[[str], None] | None = None) -> Self:
         """Start the server and return once it is healthy, telling `progress` every ten seconds that it still waits.
 
         Raises:
@@ -201,7 +201,8 @@ class VllmServer:
         }
         if self.options.tensor_parallel > 1:
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.options.tensor_parallel)))
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        paths = [str(ROOT), self.options.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        path = os.pathsep.join(filter(None, paths))
         return {**os.environ, **variables, **self.options.environment, "PYTHONPATH": path}
 
     def _wait_until_healthy(self, deadline_s: float, progress: Callable[[str], None] | None) -> None:

@@ -23,7 +23,8 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from prometheus_client import REGISTRY
 
 from storage_tiers.key import KeySpace
-from storage_tiers.shared_pool import SegmentMemoryAllocator, SharedPool, view
+from storage_tiers.segment_memory import SegmentMemoryAllocator
+from storage_tiers.shared_pool import SharedPool, view
 from storage_tiers.shared_segment import SharedSegment
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,19 @@ KEYS = KeySpace("org/model", torch.bfloat16)
 MB = 1 << 20
 
 
+PREFIX = f"test_ec_{uuid.uuid4().hex}_"
+
+
+@pytest.fixture(autouse=True)
+def no_segment_is_left() -> Iterator[None]:
+    """Also where a test fails before it closes its pool."""
+    yield
+    for path in Path("/dev/shm").glob(f"{PREFIX}*"):
+        path.unlink()
+
+
 def new_pool(nbytes: int, board_bytes: int = 4096) -> SharedPool:
-    segment = SharedSegment.create(f"test_ec_{uuid.uuid4().hex}", nbytes, board_bytes)
+    segment = SharedSegment.create(PREFIX + uuid.uuid4().hex, nbytes, board_bytes)
     return SharedPool(LMCacheEngineConfig.from_defaults(), segment)
 
 
@@ -184,6 +196,13 @@ def test_a_batch_is_all_or_nothing(pool: SharedPool) -> None:
     assert held is not None and pool.contains(key(4))
     for obj in (held, *batch):
         obj.ref_count_down()
+
+
+def test_a_batch_that_fails_half_way_takes_nothing(pool: SharedPool) -> None:
+    assert put(pool, 1, 14 * MB)
+    size = torch.Size((MB // 64, 32))
+    assert pool.batched_allocate(size, torch.bfloat16, 3, eviction=False) is None
+    assert pool.used_bytes == 14 * MB
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])
@@ -396,6 +415,7 @@ def test_an_object_collected_inside_allocate_does_not_hang(pool: SharedPool) -> 
         gc.set_threshold(*thresholds)
     gc.collect()
     assert pool.used_bytes == 0
+    assert pool.get_memory_allocator().memcheck()
 
 
 def test_a_finalizer_frees_while_another_thread_holds_the_lock(pool: SharedPool) -> None:
@@ -406,6 +426,7 @@ def test_a_finalizer_frees_while_another_thread_holds_the_lock(pool: SharedPool)
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
+        assert pool.get_memory_allocator().ranges.used_bytes == 4096, "ranges change under the lock only"
     assert pool.used_bytes == 0
 
 
@@ -529,11 +550,9 @@ def test_closing_under_a_live_object_keeps_its_bytes() -> None:
 def test_closing_gives_the_memory_back() -> None:
     pool = new_pool(MB)
     assert put(pool, 1, 4096)
-    name = pool.segment.name
     pool.close()
-    del pool
     gc.collect()
-    assert name not in Path("/proc/self/maps").read_text()
+    assert pool.segment.name not in Path("/proc/self/maps").read_text()
 
 
 def test_objects_left_at_exit_print_nothing() -> None:
@@ -544,9 +563,8 @@ from storage_tiers.shared_pool import SharedPool
 from storage_tiers.shared_segment import SharedSegment
 pool = SharedPool(LMCacheEngineConfig.from_defaults(), SharedSegment.create(NAME, 1 << 20))
 obj = pool.allocate(torch.Size((4, 4)), torch.bfloat16)
-pool.segment.path.unlink()
 """
-    script = script.replace("NAME", repr(f"test_ec_{uuid.uuid4().hex}"))
+    script = script.replace("NAME", repr(PREFIX + "exit"))
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert [line for line in done.stderr.splitlines() if "torch_dev=" not in line] == []

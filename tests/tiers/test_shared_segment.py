@@ -283,16 +283,17 @@ def test_populating_changes_no_byte(name: str, monkeypatch: pytest.MonkeyPatch, 
     attached = SharedSegment.attach(name)
     segment.data[::4097] = b"\xa5" * len(segment.data[::4097])
     before = bytes(segment.data)
-    assert segment.populate(threading.Event()) == segment.nbytes
+    resident_before = resident_bytes(segment)
     assert attached.populate(threading.Event()) == segment.nbytes
+    assert resident_bytes(segment) >= resident_before + segment.nbytes
+    assert segment.populate(threading.Event()) == segment.nbytes
     assert bytes(attached.data) == before
-    assert resident_bytes(attached) >= segment.nbytes
     attached.close()
     segment.close()
 
 
 def resident_bytes(segment: SharedSegment) -> int:
-    """Sum of Rss over this process's mappings of the segment's file, but at most the two sides' share of one."""
+    """What all of this process's mappings of the segment's file have faulted in."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         fields = line.split()
@@ -300,7 +301,7 @@ def resident_bytes(segment: SharedSegment) -> int:
             ours = line.endswith(segment.name)
         elif ours and fields[0] == "Rss:":
             total += int(fields[1]) * 1024
-    return total // 2
+    return total
 
 
 def test_populating_stops(name: str) -> None:
@@ -321,12 +322,16 @@ def test_closing_while_populating_is_safe(name: str) -> None:
         assert not thread.is_alive()
 
 
-def test_a_forked_child_neither_keeps_the_lock_nor_removes_the_file(name: str, tmp_path: Path) -> None:
-    script = """
+@pytest.mark.parametrize("child_closes", [True, False])
+def test_a_forked_child_neither_keeps_the_lock_nor_removes_the_file(
+    name: str, tmp_path: Path, child_closes: bool
+) -> None:
+    script = f"""
 segment = SharedSegment.create(name, 4096, 0, directory)
 child = os.fork()
 if child == 0:
-    segment.close()
+    if {child_closes}:
+        segment.close()
     time.sleep(60)
     os._exit(0)
 print("ready", flush=True)
