@@ -43,22 +43,24 @@ class DiskBudget:
         self._seen_ns = -1
         self._next_refresh = 0.0
 
-    def first_look(self) -> None:
-        """Fill the index from the directory; publishing waits for the end of it.
+    def first_look(self) -> bool:
+        """Tidy up and fill the index from the directory; publishing waits for the end of it. Returns what `tidy` does.
 
         Raises OSError; the next publication then looks again.
         """
         with self._mutex:
+            remain = self._directory.tidy()
             self._refresh(first=True)
+            return remain
 
     def tidy(self) -> bool:
         """Remove what dead writers left; True when temporary files remain. Raises OSError."""
-        with self._mutex, self._own_change():
+        with self._mutex:
             return self._directory.tidy()
 
     def new_temp(self) -> TempFile:
         """A file to write an entry to. Waits up to 30 s for the first look. Raises OSError (TimeoutError is one)."""
-        with self._held(_LOCK_SECONDS), self._own_change():
+        with self._exclusive(_LOCK_SECONDS), self._own_change():
             return self._directory.new_temp()
 
     def publish(self, temp: TempFile, name: str, size: int) -> None:
@@ -127,7 +129,10 @@ class DiskBudget:
 
     @contextmanager
     def _own_change(self) -> Iterator[None]:
-        """Around one change of ours: it is none of another process, but what others changed before it stays unseen."""
+        """Around one change of ours: it is none of another process, but what others changed before it stays unseen.
+
+        Only within `_exclusive`, or what another process does at the same moment would be taken for ours.
+        """
         unseen = self._directory.modified_ns() != self._seen_ns
         yield
         if not unseen:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ class CacheDirectory:
         self.path = path
         host = zlib.crc32(os.uname().nodename.encode())
         self._writer = f"{host:08x}-{os.getpid()}"
+        self._stop_looking = threading.Event()
         self._lock = FileLock(path / _LOCK_NAME, mode=0o600, poll_interval=_LOCK_POLL_SECONDS, thread_local=False)
         self.create()
         os.scandir(path).close()
@@ -105,12 +107,8 @@ class CacheDirectory:
         return self.path / name
 
     def new_temp(self) -> TempFile:
-        """A file to write to. Creates the directory again should it have vanished. Raises OSError."""
-        try:
-            return TempFile(self.path, self._writer)
-        except FileNotFoundError:
-            self.create()
-            return TempFile(self.path, self._writer)
+        """A file to write to. Raises OSError."""
+        return TempFile(self.path, self._writer)
 
     def open_entry(self, name: str) -> int | None:
         """A descriptor for reading the entry, which the caller closes; None where no regular file has that name.
@@ -169,19 +167,25 @@ class CacheDirectory:
 
     @contextmanager
     def locked(self, timeout_seconds: float) -> Iterator[None]:
-        """Be the only process that publishes into or removes from the directory.
+        """Be the only process that publishes into or removes from the directory; created again should it be gone.
 
         Raises TimeoutError, which is an OSError, and OSError where no lock file can be made. One thread at a time.
         """
+        self.create()
         with self._lock.acquire(timeout=timeout_seconds):
             yield
 
     def list_entries(self) -> Listing:
-        """All entries of all deployments. Pauses often, so that it can run beside the step thread. Raises OSError."""
+        """All entries of all deployments. Pauses often, so that it can run beside the step thread.
+
+        Raises OSError, InterruptedError (which is one) after `stop_looking`.
+        """
         listing, now = Listing(), time.time_ns()
         with os.scandir(self.path) as found:
             for done, item in enumerate(found):
                 pause(done)
+                if self._stop_looking.is_set():
+                    raise InterruptedError(f"disk tier: closed while {self.path} was being read")
                 if not is_entry_name(item.name):
                     continue
                 try:
@@ -192,6 +196,10 @@ class CacheDirectory:
                     # A clock that was wrong once must not keep a file young for years.
                     listing.add(item.name, status.st_size, min(max(status.st_mtime_ns, 0), now))
         return listing
+
+    def stop_looking(self) -> None:
+        """End `list_entries`, in whichever thread it runs."""
+        self._stop_looking.set()
 
     def tidy(self) -> bool:
         """Remove temporary files whose writer died, and create the lock file. True when temporary files remain.

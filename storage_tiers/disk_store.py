@@ -202,21 +202,22 @@ class DiskStore:
     def close(self) -> None:
         """Stop and join the background thread. What is stored stays."""
         self._closing.set()
+        self._directory.stop_looking()
         self._scanner.join()
 
     def _scan(self) -> None:
         try:
-            self._budget.first_look()
+            leftovers = self._budget.first_look()
+            self._scanned.set()
+            # A writer that died just now is known to be dead only after a while.
+            while leftovers and not self._closing.wait(_TIDY_SECONDS):
+                leftovers = self._budget.tidy()
+        except InterruptedError:  # closed
+            pass
         except OSError as error:
             self._report("scan_failed", error)
         finally:
             self._scanned.set()
-        try:
-            # A writer that died just now is known to be dead only after a while.
-            while self._budget.tidy() and not self._closing.wait(_TIDY_SECONDS):
-                pass
-        except OSError as error:
-            self._report("scan_failed", error)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:

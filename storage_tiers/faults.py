@@ -34,6 +34,7 @@ class FaultLog:
         Never raises. Any thread, also the step thread: one dict update, seldom a log line.
         """
         now = self._clock()
+        text = str(detail)  # an exception that a log record holds would keep its frames, and their buffers, alive
         with self._lock:
             self._counts[tier, kind] += 1
             count = self._counts[tier, kind]
@@ -41,7 +42,7 @@ class FaultLog:
             if now - logged_at < self._interval:
                 return
             self._last_logged[tier, kind] = (now, count)
-        logger.warning("%s: %s (%d since the last such line): %s", tier, kind, count - logged_count, detail)
+        logger.warning("%s: %s (%d since the last such line): %s", tier, kind, count - logged_count, text)
 
     def counts(self) -> dict[tuple[str, str], int]:
         """A copy of all counts since start, by `(tier, kind)`. Any thread."""

@@ -2,8 +2,8 @@
 """The contract that every tier below the pool keeps, as tests.
 
 A tier's test module says how to open the tier, and how to plant and damage items behind its back, in a subclass of
-`TierRig`, and inherits `TierContract` with a fixture `rig`. What only some tiers have (a budget, a file system) is tested
-in their own modules.
+`TierRig`, and inherits `TierContract` with a fixture `rig`. What only some tiers have (a budget, a file system) is
+tested in their own modules.
 """
 
 import abc
@@ -305,7 +305,7 @@ class TierContract:
         assert found.fingerprint == ""
         assert read(tier, header.as_wanted()) == payload
         for change in ({"num_tokens": 3}, {"num_tokens": 5}, {"width": None}):
-            assert tier.probe(replace(header.as_wanted(), **change)) is None  # type: ignore[arg-type]
+            assert tier.probe(replace(header.as_wanted(), **change)) is None
         assert rig.holds("a")
 
     # Several at once.

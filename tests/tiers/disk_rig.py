@@ -10,9 +10,12 @@ from pathlib import Path
 from storage_tiers.disk_tier import DiskTier
 from storage_tiers.file_format import encode_trailer, padded_bytes
 from storage_tiers.key import KeySpace, chunk_hash_of
-from tests.tiers.contract import KEYS, Damage, Stored, TierRig
+from storage_tiers.tier import LowerTier
+from tests.tiers.contract import KEYS, Damage, Stored, TierRig, make_item, read
 
 GIB = 1 << 30
+ITEM_BYTES = 8192 + 4096
+"""On disk, of an item as `make_item` makes it: 8,000 bytes of payload."""
 
 
 class DiskRig(TierRig):
@@ -73,6 +76,25 @@ class DiskRig(TierRig):
         temporary.replace(path)
 
 
+def opened(rig: DiskRig, **options: object) -> DiskTier:
+    tier = rig.open(**options)  # type: ignore[arg-type]
+    assert isinstance(tier, DiskTier)
+    assert tier.wait_scanned(30)
+    return tier
+
+
+def put(tier: LowerTier, mm_hash: str, rows: int = 4, **changes: object) -> None:
+    header, payload = make_item(mm_hash, rows, **changes)  # type: ignore[arg-type]
+    assert tier.write(header, memoryview(payload))
+
+
+def served(tier: LowerTier, mm_hash: str, rows: int = 4) -> bool:
+    header, payload = make_item(mm_hash, rows)
+    found = read(tier, header.as_wanted())
+    assert found in (None, payload)
+    return found is not None
+
+
 def in_another_process(work: Callable[[], None]) -> int:
     """Run `work` in a forked process; its id, for `os.waitpid` or `os.kill`. Exit code 0 is success."""
     pid = os.fork()
@@ -82,7 +104,7 @@ def in_another_process(work: Callable[[], None]) -> int:
     try:
         work()
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - nothing of the test run may go on in the child
         traceback.print_exc(file=sys.stderr)
     finally:
         os._exit(code)

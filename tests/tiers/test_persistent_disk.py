@@ -21,10 +21,7 @@ from storage_tiers.faults import FaultLog
 from storage_tiers.key import KeySpace
 from storage_tiers.tier import LowerTier
 from tests.tiers.contract import KEYS, Damage, TierContract, make_item, read
-from tests.tiers.disk_rig import GIB, DiskRig
-
-ITEM_BYTES = 8192 + 4096
-"""On disk, of an item as `make_item` makes it: 8,000 bytes of payload."""
+from tests.tiers.disk_rig import GIB, ITEM_BYTES, DiskRig, opened, put, served
 
 
 @pytest.fixture
@@ -52,25 +49,6 @@ class TestDiskTierWithDirectIo(TierContract):
         return rig
 
 
-def opened(rig: DiskRig, **options: object) -> DiskTier:
-    tier = rig.open(**options)  # type: ignore[arg-type]
-    assert isinstance(tier, DiskTier)
-    assert tier.wait_scanned(30)
-    return tier
-
-
-def put(tier: LowerTier, mm_hash: str, rows: int = 4, **changes: object) -> None:
-    header, payload = make_item(mm_hash, rows, **changes)  # type: ignore[arg-type]
-    assert tier.write(header, memoryview(payload))
-
-
-def served(tier: LowerTier, mm_hash: str, rows: int = 4) -> bool:
-    header, payload = make_item(mm_hash, rows)
-    found = read(tier, header.as_wanted())
-    assert found in (None, payload)
-    return found is not None
-
-
 # Files and their names.
 
 
@@ -96,7 +74,7 @@ def test_a_capacity_of_nothing(tmp_path: Path) -> None:
         DiskRig(tmp_path, capacity=0).open()
 
 
-@pytest.mark.parametrize("length", [*range(0, 130), 4095, 4096, 4097, 7999, 8000, 8001, 8191, 8192, 8193, 12287])
+@pytest.mark.parametrize("length", [*range(130), 4095, 4096, 4097, 7999, 8000, 8001, 8191, 8192, 8193, 12287])
 def test_torn_at_any_length(rig: DiskRig, length: int) -> None:
     tier = rig.open()
     put(tier, "a")
@@ -118,13 +96,7 @@ def test_what_is_no_regular_file_is_a_miss(rig: DiskRig, tmp_path: Path) -> None
 
 def test_foreign_files_are_neither_counted_nor_touched(rig: DiskRig) -> None:
     rig.directory.mkdir()
-    names = [
-        "notes.txt",
-        "org-model@2@0@ff@bfloat16.pt",
-        "org-model@1@0@FF@half.pt",
-        "a@1@0@0f@half.pt",
-        "x@1@0@f@half",
-    ]
+    names = ["notes.txt", "m@2@0@ff@bfloat16.pt", "m@1@0@FF@half.pt", "a@1@0@0f@half.pt", "x@1@0@f@half"]
     for name in names:
         (rig.directory / name).write_bytes(bytes(100_000))
     rig.capacity = 3 * ITEM_BYTES
@@ -145,6 +117,18 @@ def test_the_directory_vanishes(rig: DiskRig) -> None:
     put(tier, "b")
     assert served(tier, "b")
     assert tier.store.used_bytes == ITEM_BYTES
+    assert stat.S_IMODE(rig.directory.stat().st_mode) == 0o700
+
+
+def test_a_good_item_that_replaces_a_damaged_one_is_not_removed_in_its_place(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened(rig)
+    put(tier, "a")
+    rig.damage("a", Damage.FLIPPED_PAYLOAD)
+    monkeypatch.setattr(rig.faults, "report", lambda *about: rig.plant(make_item("a")))
+    assert not served(tier, "a")
+    assert served(tier, "a")
 
 
 # The budget and the order of eviction.
@@ -324,6 +308,19 @@ def test_it_serves_while_the_directory_is_still_being_read(rig: DiskRig, monkeyp
     tier.close()
 
 
+def test_closing_does_not_wait_for_the_scan(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.directory.mkdir()
+    for number in range(5):
+        rig.plant(make_item(f"{number}"))
+    monkeypatch.setattr("storage_tiers.disk_directory.pause", lambda done: time.sleep(2))
+    started = time.monotonic()
+    tier = rig.open()
+    time.sleep(0.1)
+    tier.close()
+    assert time.monotonic() - started < 4
+    assert not rig.faults.counts()
+
+
 def slow_listing(self: object) -> Listing:
     time.sleep(0.5)
     return Listing()
@@ -365,15 +362,18 @@ def test_the_index_keeps_order_and_account() -> None:
 def test_direct_io(rig: DiskRig, rows: int, offset: int) -> None:
     tier = opened(rig, direct_io=True)
     header, payload = make_item("a", rows)
-    with mmap.mmap(-1, len(payload) + 4096) as memory, memoryview(memory) as whole:
-        with whole[offset : offset + len(payload)] as buffer:
-            buffer[:] = payload
-            assert tier.write(header, buffer)
-            buffer[:] = bytes(len(payload))
-            found = tier.probe(header.as_wanted())
-            assert found is not None
-            assert tier.read_into(found, buffer)
-            assert buffer == payload
+    with (
+        mmap.mmap(-1, len(payload) + 4096) as memory,
+        memoryview(memory) as whole,
+        whole[offset : offset + len(payload)] as buffer,
+    ):
+        buffer[:] = payload
+        assert tier.write(header, buffer)
+        buffer[:] = bytes(len(payload))
+        found = tier.probe(header.as_wanted())
+        assert found is not None
+        assert tier.read_into(found, buffer)
+        assert buffer == payload
     assert read(opened(rig), header.as_wanted()) == payload
     assert not rig.faults.counts()
 
