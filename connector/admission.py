@@ -54,6 +54,11 @@ class RequestedItem:
     missed: bool = False
     """It will be encoded for this request, whatever the tiers say later."""
 
+    @property
+    def asked(self) -> WantedItem | None:
+        """What to ask the tiers for."""
+        return self.wanted if self.cacheable else None
+
 
 @dataclass(slots=True, eq=False)
 class _Record:
@@ -107,22 +112,23 @@ class Admission:
             return not record.unavailable
         if self._may_wait_on(record):
             return False
-        for item in waiting:
-            self._miss(record, item)
         self._identify(record, request, give_up=True)
+        for item in record.items:
+            if self._is_waiting(record, item, num_computed_tokens):
+                self._miss(record, item)
         return not record.unavailable
 
     def wanted(self, mm_hash: str) -> WantedItem | None:
         """What the request that is being scheduled asks for under `mm_hash`, or any other request if that one does not.
 
-        vLLM 0.24 does not announce running requests, hence the second part.
+        None where no tier is to be asked. vLLM 0.24 does not announce running requests, hence the second part.
         """
         asking = self._asking
         if asking is not None and mm_hash in asking.by_hash:
-            return asking.by_hash[mm_hash].wanted
+            return asking.by_hash[mm_hash].asked
         for record in self._records.values():
             if mm_hash in record.by_hash:
-                return record.by_hash[mm_hash].wanted
+                return record.by_hash[mm_hash].asked
         return None
 
     def item_of(self, request: "Request", index: int) -> RequestedItem:
@@ -174,8 +180,12 @@ class Admission:
                 return
             item = self._new_item(request, index, fingerprint)
             record.items.append(item)
-            record.by_hash[item.wanted.mm_hash] = item
             record.end = max(record.end, item.end)
+            same = record.by_hash.setdefault(item.wanted.mm_hash, item)
+            if same.wanted != item.wanted:
+                # One client-given id for items that differ: vLLM asks by id alone, so no answer could be right.
+                for each in record.items:
+                    each.cacheable &= each.wanted.mm_hash != item.wanted.mm_hash
 
     def _new_item(self, request: "Request", index: int, fingerprint: str | None) -> RequestedItem:
         feature = request.mm_features[index]
@@ -190,7 +200,7 @@ class Admission:
         return RequestedItem(
             wanted=wanted,
             end=feature.mm_position.offset + feature.mm_position.length,
-            has_tensor=_has_tensor(feature.data),
+            has_tensor=not wanted.num_tokens or _has_tensor(feature.data),
             cacheable=encoded and fingerprint is not None,
         )
 
@@ -208,10 +218,13 @@ class Admission:
 
     def _is_waiting(self, record: _Record, item: RequestedItem, num_computed_tokens: int) -> bool:
         """Take one item as far as it goes without waiting; whether its bytes are still on their way."""
-        if item.end <= num_computed_tokens or not item.cacheable or self._is_on_device(item.wanted.mm_hash):
+        if item.end <= num_computed_tokens or self._stays_on_device(record, item, num_computed_tokens):
             self._release(item)
             return False
         if item.missed:
+            return False
+        if not item.cacheable:
+            self._miss(record, item)
             return False
         if not self._is_ready():
             return self._may_wait_for_workers(record, item)
@@ -231,6 +244,18 @@ class Admission:
         self.counts["miss_workers_not_attached"] += 1
         self._miss(record, item)
         return False
+
+    def _stays_on_device(self, record: _Record, item: RequestedItem, num_computed_tokens: int) -> bool:
+        """Whether the device holds the item, and will when its turn comes.
+
+        Room for another item of the request may be made by evicting this one, before the request refers to it. Then one
+        with pixels is encoded; one without needs its bytes at hand.
+        """
+        if not self._is_on_device(item.wanted.mm_hash):
+            return False
+        return item.has_tensor or all(
+            other.end <= num_computed_tokens or self._is_on_device(other.wanted.mm_hash) for other in record.items
+        )
 
     def _miss(self, record: _Record, item: RequestedItem) -> None:
         self._release(item)
@@ -252,10 +277,13 @@ class Admission:
 
 
 def _has_tensor(data: Any) -> bool:
-    """Whether an item's processed data holds pixels, audio or embeddings: any tensor that is not mere indices."""
+    """Whether an item's processed data holds pixels, audio or embeddings: any tensor that is not mere indices.
+
+    With vLLM's shared-memory processor cache only the workers see it, and here is its address.
+    """
     if data is None:
         return False
-    return any(_holds_content(element.data) for element in data.values())
+    return "address" in data or any(_holds_content(element.data) for element in data.values())
 
 
 def _holds_content(value: Any) -> bool:

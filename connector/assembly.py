@@ -13,9 +13,10 @@ from vllm.logger import init_logger
 
 from connector.admission import Admission
 from connector.cache_manager import DeviceResidency, install_reporting_manager
+from connector.capacity import check_capacity
 from connector.model_identity import ModelIdentity, model_facts
 from connector.scheduler_side import SchedulerParts, SchedulerSide
-from connector.settings import Settings, check_capacity, describe, load_settings
+from connector.settings import Settings, describe, load_settings
 from connector.transfer_ledger import TransferLedger
 from connector.worker_side import WorkerOptions, WorkerSide
 from storage_tiers.disk_tier import DiskTier
@@ -56,11 +57,13 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     side: SchedulerSide | None = None
 
     def on_reset() -> None:
-        if side is None or not settings.behaviour.reset_invalidates:
+        if side is None:
             return
-        identity.begin_epoch()
+        if settings.behaviour.reset_invalidates:
+            identity.begin_epoch()
         side.was_reset()
-        hierarchy.forget_all()
+        if settings.behaviour.reset_invalidates:
+            hierarchy.forget_all()
 
     residency = DeviceResidency(on_reset)
     if not install_reporting_manager(vllm_config, residency):

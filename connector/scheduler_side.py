@@ -111,9 +111,11 @@ class SchedulerSide:
         if self._answers.get(item.wanted, False):
             pin = self._pins.pop(mm_hash, None)
             if pin is not None:
+                self._take_back_loads_of({mm_hash})
                 self._loads[mm_hash] = pin
                 self.counts["load"] += 1
         else:
+            self._take_back_loads_of({mm_hash})
             self._encodes[mm_hash] = (request.request_id, index)
             self.counts["encode"] += 1
             if self._parts.is_producer and item.cacheable:
@@ -122,7 +124,9 @@ class SchedulerSide:
 
     def build_plan(self, output: "SchedulerOutput") -> StepPlan:
         """End the pass: the plan that goes out with `output`, which is not changed."""
-        freed = set(output.free_encoder_mm_hashes) - self._allocated  # 0.24 names hashes that it allocated again
+        freed = set(output.free_encoder_mm_hashes)
+        if not self._parts.residency.has_manager:
+            freed -= self._allocated  # 0.24 names hashes that it allocated again
         self._parts.residency.freed(freed)
         self._take_back_unscheduled(output.scheduled_encoder_inputs)
         self._take_back(self._pins)

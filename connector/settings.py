@@ -6,11 +6,9 @@ mistake is an error here, at start, that names the key, where it came from, its 
 values leaves this room: no tier, no thread and no vLLM object may enter.
 """
 
-import errno
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +24,8 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StorageSettings",
-    "check_capacity",
     "describe",
+    "in_words",
     "load_settings",
 ]
 
@@ -163,30 +161,17 @@ def load_settings(extra_config: Mapping[str, Any], environ: Mapping[str, str] = 
     return Settings(_storage(resolved), _behaviour(behaviour), _origins(behaviour, BehaviourSettings.model_fields))
 
 
-def check_capacity(storage: StorageSettings, shm_dir: Path = Path("/dev/shm")) -> None:
-    """Make sure that this machine can hold what `storage` asks for; a missing disk directory is created, 0700.
-
-    For the process that owns the tiers, at start, before the pool is created and after leftovers of dead processes are
-    gone from `shm_dir`. Writes and removes one small file in the directory: permission bits say nothing about root, nor
-    about a read-only mount. Raises SettingsError.
-    """
-    _check_pool(storage, shm_dir)
-    if storage.disk_directory is not None:
-        _check_directory(storage, storage.disk_directory)
-        _check_disk(storage, storage.disk_directory)
-
-
 def describe(settings: Settings) -> list[tuple[str, str, str]]:
     """Rows for the log at start: name, value with its unit, and where the value came from."""
     storage, behaviour = settings.storage, settings.behaviour
     sizes = {
-        "max_local_cpu_size": _in_words("pool_bytes", storage.pool_bytes),
+        "max_local_cpu_size": in_words("pool_bytes", storage.pool_bytes),
         "local_disk": str(storage.disk_directory or "no disk tier"),
-        "max_local_disk_size": _in_words("disk_bytes", storage.disk_bytes),
-        "use_odirect": _in_words("direct_io", storage.direct_io),
+        "max_local_disk_size": in_words("disk_bytes", storage.disk_bytes),
+        "use_odirect": in_words("direct_io", storage.direct_io),
     }
     rows = [(name, value, storage.origins[name]) for name, value in sizes.items()]
-    return rows + [(name, _in_words(name, value), settings.behaviour_origins[name]) for name, value in behaviour]
+    return rows + [(name, in_words(name, value), settings.behaviour_origins[name]) for name, value in behaviour]
 
 
 def _split_extra_config(extra_config: Mapping[str, Any]) -> tuple[dict[str, Given], dict[str, Any]]:
@@ -363,77 +348,8 @@ def _origin_of_direct_io(extra: Given) -> str:
     return f"{extra.origin}, extra_config" if "use_odirect" in (extra.value or {}) else "default"
 
 
-def _check_pool(storage: StorageSettings, shm_dir: Path) -> None:
-    """Raises SettingsError for a pool that `shm_dir` has no room for."""
-    origin = storage.origins["max_local_cpu_size"]
-    value = storage.pool_bytes / GIB_BYTES
-    try:
-        free = _free_bytes(shm_dir)
-    except OSError as error:
-        allowed = f"a pool in {shm_dir}, which cannot be used ({error.strerror})"
-        raise SettingsError.bad_value("max_local_cpu_size", origin, value, allowed) from error
-    if storage.pool_bytes > free:
-        allowed = f"at most {_in_words('free_bytes', free)}, what {shm_dir} has free (in a container, raise --shm-size)"
-        raise SettingsError.bad_value("max_local_cpu_size", origin, value, allowed)
-
-
-def _check_directory(storage: StorageSettings, directory: Path) -> None:
-    """Creates `directory` and writes to it. Raises SettingsError where that fails, but not for a full disk."""
-    try:
-        _make_private(directory)
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=directory) as probe:
-            probe.write(bytes(PAGE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        # A disk filled by what we stored before is what the budget is for; whether it holds enough is checked next.
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and directory.is_dir():
-            return
-        allowed = f"a directory that can be created and written to ({error.strerror})"
-        raise SettingsError.bad_value("local_disk", storage.origins["local_disk"], str(directory), allowed) from error
-
-
-def _make_private(directory: Path) -> None:
-    """Create `directory` and what is missing above it, all 0700: stored items are somebody's pictures."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
-
-
-def _check_disk(storage: StorageSettings, directory: Path) -> None:
-    """Raises SettingsError for a budget that the disk cannot hold, what is in `directory` already included."""
-    free = _free_bytes(directory)
-    if storage.disk_bytes <= free:
-        return
-    room = free + _held_bytes(directory, enough=storage.disk_bytes - free)
-    if storage.disk_bytes > room:
-        value = storage.disk_bytes / GIB_BYTES
-        allowed = f"at most {_in_words('room_bytes', room)}, what is free on that disk or in {directory} already"
-        raise SettingsError.bad_value("max_local_disk_size", storage.origins["max_local_disk_size"], value, allowed)
-
-
-def _held_bytes(directory: Path, enough: int) -> int:
-    """Bytes on disk of the files in `directory`, counted until they are `enough`: there may be 100,000 of them."""
-    held = 0
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if held >= enough:
-                break
-            try:
-                held += entry.stat(follow_symlinks=False).st_blocks * 512 if entry.is_file(follow_symlinks=False) else 0
-            except FileNotFoundError:
-                continue  # Another engine on the same directory has evicted it.
-    return held
-
-
-def _free_bytes(directory: Path) -> int:
-    """Bytes that an ordinary user can still write under `directory`. Raises OSError."""
-    stats = os.statvfs(directory)
-    return stats.f_bavail * stats.f_frsize
-
-
-def _in_words(name: str, value: Any) -> str:
-    """`value` with the unit that `name` ends on."""
+def in_words(name: str, value: Any) -> str:
+    """`value` with the unit that `name` ends on, for people. Any thread."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if name.endswith("_bytes"):

@@ -129,6 +129,7 @@ class WorkerSide:
     def finish_step(self) -> None:
         """The step is over: saves of its plan that never came will not come any more."""
         plan, self._plan = self._plan, None
+        self._saves = {}
         if plan is None or self._attached is None:
             return
         self._attached.board.set_gauge(RankGauge.SAVE_QUEUE_BYTES, self._copies.queued_bytes)

@@ -92,9 +92,9 @@ def stored(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.pt"))
 
 
-def segments() -> set[str]:
-    """Names of this project's shared segments."""
-    return {path.name for path in SHM.glob("lmcache_neuron_ec_*")}
+def segments(running: VllmServer) -> set[str]:
+    """Names of the shared segments that the server's processes own; others may test on this machine as well."""
+    return {path.name for pid in running.pids for path in SHM.glob(f"lmcache_neuron_ec_*_p{pid}")}
 
 
 @dataclass
@@ -146,19 +146,20 @@ def restart_scene(base: Path) -> Restarted:
     environment = {"SLOW_DISK_SECONDS_FILE": str(control), "PYTHONPATH": str(SLOW_DISK)}
     how = options("ec_both", directory, environment=environment)
     first = server(base / "server", how).start()
-    before = segments()
     cold = ask_all(first, range(ITEMS + 1))
     device_hit = ask_all(first, [CLIP])
     evicted = ask_all(first, [0, 1, 2])
     assert wait_until(lambda: len(stored(directory)) == ITEMS + 1)
     files, events, first_log = len(stored(directory)), first.events(), first.log()
+    owned = segments(first)
     first.kill()
-    left = segments() & before
+    left = {name for name in owned if (SHM / name).exists()}
     hashes = [event.identifier for event in events if event.kind == "gathered"]
     for item, damage in ((0, _flip), (1, _cut), (2, _empty)):
         damage(_file_of(directory, hashes[item]))
     second = server(base / "server", how).start()
     try:
+        still = {name for name in left if (SHM / name).exists()}
         restarted = ask_all(second, [*range(3, 6), CLIP])
         damaged = ask_all(second, [0, 1, 2])
         ask_all(second, [3, 4, 5, CLIP])
@@ -168,7 +169,7 @@ def restart_scene(base: Path) -> Restarted:
     finally:
         second.stop()
     return Restarted(
-        cold, device_hit, evicted, events, files, left, left & segments(), restarted, damaged, after_damage, slow,
+        cold, device_hit, evicted, events, files, left, still, restarted, damaged, after_damage, slow,
         first_log, second_log,
     )  # fmt: skip
 
@@ -228,20 +229,18 @@ class TensorParallel:
     events: list[ProbeEvent]
     """Of both ranks."""
     files: int
-    new_segments: int
+    segments: set[str]
 
 
 def tensor_parallel_scene(base: Path) -> TensorParallel:
     """Six pictures, of which the first have left the device when they are asked for again."""
     directory = base / "cache"
-    before = segments()
     running = server(base / "server", options("ec_both", directory, tensor_parallel=2)).start()
     try:
         cold = ask_all(running, range(6))
         evicted = ask_all(running, [0, 1])
         assert wait_until(lambda: len(stored(directory)) == 6)
-        new_segments = len(segments() - before)
-        return TensorParallel(cold, evicted, running.events(rank=None), len(stored(directory)), new_segments)
+        return TensorParallel(cold, evicted, running.events(rank=None), len(stored(directory)), segments(running))
     finally:
         running.stop()
 

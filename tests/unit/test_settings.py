@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache.v1.config import load_ec_engine_config
 
+from connector.capacity import check_capacity
 from connector.lmcache_config import _is_other, lmcache_names
 from connector.settings import (
     BehaviourSettings,
     Settings,
     SettingsError,
     StorageSettings,
-    check_capacity,
     describe,
     load_settings,
 )
@@ -589,7 +589,7 @@ def test_a_directory_that_takes_no_files_is_refused_even_for_root() -> None:
 
 def test_a_disk_budget_counts_what_is_free_and_what_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "item.pt").write_bytes(bytes(64 * 1024))
-    monkeypatch.setattr("connector.settings._free_bytes", lambda _: 16 * 1024)
+    monkeypatch.setattr("connector.capacity._free_bytes", lambda _: 16 * 1024)
     check_capacity(storage(tmp_path, disk_bytes=80 * 1024))
     text = refusal(storage(tmp_path, disk_bytes=84 * 1024))
     assert f"max_local_disk_size = {84 / 1024**2} (from here)" in text
@@ -599,12 +599,12 @@ def test_a_disk_budget_counts_what_is_free_and_what_is_held(tmp_path: Path, monk
 def test_a_disk_filled_by_the_cache_itself_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "item.pt").write_bytes(bytes(64 * 1024))
     free = {Path("/dev/shm"): GIB}
-    monkeypatch.setattr("connector.settings._free_bytes", lambda path: free.get(path, 0))
+    monkeypatch.setattr("connector.capacity._free_bytes", lambda path: free.get(path, 0))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("connector.settings.tempfile.NamedTemporaryFile", full)
+    monkeypatch.setattr("connector.capacity.tempfile.NamedTemporaryFile", full)
     check_capacity(storage(tmp_path, disk_bytes=64 * 1024))
     assert "max_local_disk_size" in refusal(storage(tmp_path, disk_bytes=65 * 1024))
 
