@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_PYTHON = (3, 11)
 EXTRAS = "cpu,dev"
 HEARTBEAT_SECONDS = 20.0
+PIP_INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--constraint", "constraints.txt")
 
 
 def fingerprint() -> str:
@@ -92,14 +93,30 @@ def create(venv: Path) -> Path:
     return python
 
 
-def install(python: Path) -> None:
-    """Install the project, editable, with its extras, into the environment of `python`.
+def missing(python: Path) -> set[str]:
+    """Return the names of the packages that pip would install beside the project itself.
 
     Raises:
         subprocess.CalledProcessError: pip failed; it has printed why.
     """
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--constraint", "constraints.txt"]
-    command += ["--editable", f".[{EXTRAS}]"]
+    command = [*PIP_INSTALL, "--dry-run", "--quiet", "--report", "-", "--editable", f".[{EXTRAS}]"]
+    result = subprocess.run([str(python), *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    names = {str(item["metadata"]["name"]).lower() for item in json.loads(result.stdout)["install"]}
+    return names - {"lmcache-neuron-ec"}
+
+
+def install(python: Path, removed: set[str]) -> None:
+    """Install the project, editable, with its extras, into the environment of `python`.
+
+    Packages in `removed` were taken out by an earlier cure; where nothing else is missing they are not fetched again.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has printed why.
+    """
+    # Python compiles what it imports; compiling all 4 GB here would take minutes more.
+    command = [str(python), *PIP_INSTALL, "--no-compile", "--editable", f".[{EXTRAS}]"]
+    if removed and missing(python) <= removed:
+        command.append("--no-deps")
     with (
         heartbeat(f"installing .[{EXTRAS}] (a fresh environment takes several minutes and 4 GB)"),
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip,
@@ -119,14 +136,17 @@ def set_up(venv: Path, *, force: bool) -> None:
         cures.CureError: an import that vLLM needs still fails after the cures.
     """
     stamp, wanted = venv / ".lmcache-neuron-ec-stamp", fingerprint()
+    removed = venv / ".lmcache-neuron-ec-removed"
     with exclusive(ROOT / "build" / "set-up.lock"):
         if not force and stamp.exists() and stamp.read_text() == wanted:
             return
         stamp.unlink(missing_ok=True)
         python = create(venv)
-        install(python)
+        install(python, set(removed.read_text().split()) if removed.exists() else set())
         with heartbeat("checking the native libraries"):
-            cures.cure(python, say)
+            taken_out = cures.cure(python, say)
+        if taken_out:
+            removed.write_text("\n".join(taken_out))
         stamp.write_text(wanted)
         say(f"{venv.name} is ready")
 

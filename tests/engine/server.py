@@ -77,7 +77,7 @@ class VllmServer:
         """The living processes of the server: API server, engine core and workers."""
         return [] if self._process is None else [member.pid for member in processes.family(self._process)]
 
-    def start(self, deadline_s: float = 300.0, progress: Callable[[str], None] | None = None) -> Self:
+    def start(self, deadline_s: float = 600.0, progress: Callable[[str], None] | None = None) -> Self:
         """Start the server and return once it is healthy, telling `progress` every ten seconds that it still waits.
 
         Raises:
