@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import scenes
-from tests.engine.server import ROOT
+from tests.engine.server import ROOT, VllmServer
 
 
 def _fresh(name: str) -> Path:
@@ -19,13 +19,9 @@ def _fresh(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain() -> scenes.Seen:
+def plain(plain_server: VllmServer) -> scenes.Seen:
     """Every item, asked of a server without a connector."""
-    running = scenes.server(_fresh("plain"), scenes.options(None, Path())).start()
-    try:
-        return scenes.ask_all(running, range(scenes.ITEMS + 1))
-    finally:
-        running.stop()
+    return scenes.ask_all(plain_server, range(scenes.ITEMS + 1))
 
 
 @pytest.fixture(scope="session")
