@@ -180,6 +180,7 @@ class Admission:
                 return
             item = self._new_item(request, index, fingerprint)
             record.items.append(item)
+            self._hierarchy.note_use(item.wanted)
             record.end = max(record.end, item.end)
             same = record.by_hash.setdefault(item.wanted.mm_hash, item)
             if same.wanted != item.wanted:

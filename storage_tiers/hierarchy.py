@@ -30,6 +30,10 @@ FALLBACK_ENCODE_SECONDS_PER_TOKEN = 1e-4
 """Ranks items for eviction while no encoder run has been measured; only ratios matter then."""
 FALLBACK_RESTORE_BYTES_PER_SECOND = 1e9
 """Ranks items for eviction while no restore has been measured: an NVMe drive's order of magnitude."""
+TOUCH_SECONDS = 60.0
+"""How often lower tiers hear of an item that is used above them."""
+MAX_TOUCHED = 4096
+"""Items whose last such report is remembered; beyond, a few are reported more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class TierHierarchy:
         self._index: dict[int, Entry] = {}
         self._tick = 0
         self._claimed_bytes = 0
+        self._touched: dict[int, float] = {}
         self._counts: Counter[str] = Counter()
         pool.set_policy(self._cost_of, self._on_evict)
 
@@ -95,6 +100,19 @@ class TierHierarchy:
         if entry is not None and entry.stored_below and entry.serves(wanted):
             return True
         return self._lower.lists(wanted.chunk_hash)
+
+    def note_use(self, wanted: WantedItem) -> None:
+        """Tell lower tiers, at most once a minute, that an item is in use which they are not asked for. Step thread.
+
+        What the device or the pool serves would otherwise grow old below and be evicted there.
+        """
+        now, name = self._clock(), wanted.chunk_hash
+        if now - self._touched.get(name, float("-inf")) < TOUCH_SECONDS or not self._lower.lists(name):
+            return
+        if len(self._touched) >= MAX_TOUCHED:
+            self._touched.clear()
+        self._touched[name] = now
+        self._io.submit_write(partial(self._lower.touch, name))
 
     def acquire(self, wanted: WantedItem) -> Lease | None:
         """Claim an item for a request, starting a restore where it may be below. None is a miss. Step thread.
@@ -352,7 +370,7 @@ class TierHierarchy:
 
     def _stage(self, entry: Entry) -> None:
         """Find an item below and bring it into the pool; whatever fails, the waiting leases see GONE."""
-        outcome = "absent"
+        outcome = "failed"
         try:
             outcome = self._try_stage(entry)
         finally:
@@ -362,23 +380,28 @@ class TierHierarchy:
                     self._drop(entry)
 
     def _try_stage(self, entry: Entry) -> str:
-        if not entry.leases:
-            return "abandoned"
+        with self._lock:
+            if not entry.leases or entry.state is not EntryState.STAGING:
+                self._drop(entry)  # under the lock of the look at its leases: who comes now stages it anew
+                return "abandoned"
         found = self._lower.find(entry.wanted)
         if found is None:
             return "absent"
         obj = self._reserve_for_staging(entry, found.header)
         if obj is None:
             return "no_space"
-        intact = self._lower.read(found, self._pool.payload_view(obj))
-        with self._lock:
-            if entry.state is EntryState.STAGING:
-                entry.stored_below = intact
-                if intact:
-                    self._publish(entry)
-                else:
-                    self._drop(entry)
-            obj.ref_count_down()  # this thread's own
+        intact = False
+        try:
+            intact = self._lower.read(found, self._pool.payload_view(obj))
+        finally:
+            with self._lock:
+                if entry.state is EntryState.STAGING:
+                    entry.stored_below = intact
+                    if intact:
+                        self._publish(entry)
+                    else:
+                        self._drop(entry)
+                obj.ref_count_down()  # this thread's own
         return "hit" if intact else "damaged"
 
     def _reserve_for_staging(self, entry: Entry, header: ItemHeader) -> MemoryObj | None:
@@ -391,7 +414,9 @@ class TierHierarchy:
             obj = self._allocate(header)
             if obj is None:
                 return None
-            entry.header, entry.obj = header, obj
+            # An item that a tier accepted without a fingerprint counts as what was wanted, or nothing would be served.
+            entry.header = header if header.fingerprint else replace(header, fingerprint=entry.wanted.fingerprint)
+            entry.obj = obj
             if entry.leases:
                 obj.ref_count_up()
             if entry.claims:
@@ -403,6 +428,10 @@ class TierHierarchy:
         try:
             entry = lease.entry
             assert entry.header is not None and entry.obj is not None  # a lease on a resident item
+            if entry.state is EntryState.GONE:  # replaced or forgotten: below, it would take the place of what is right
+                with self._lock:
+                    self._counts["write_outdated"] += 1
+                return
             self._pool.zero_padding(entry.obj)
             payload = self._pool.payload_view(entry.obj)
             header = replace(entry.header, digest=digest_of(payload), created=time.time())

@@ -5,6 +5,7 @@ This room knows jobs, not tiers: what a job does, and what its failure means, is
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -19,16 +20,23 @@ class IoThreads:
     """A fixed number of daemon threads over two queues. Reads come first, and writes never hold the last thread."""
 
     def __init__(self, num_threads: int, max_queued_reads: int, faults: FaultLog, name: str = "ec-io") -> None:
-        """`num_threads` >= 1. `max_queued_reads` bounds reads that wait; writes are bounded by who submits them."""
+        """At least two threads, whatever `num_threads`: one for reads alone, so that no write holds the last.
+
+        `max_queued_reads` bounds reads that wait; writes are bounded by who submits them.
+        """
+        num_threads = max(2, num_threads)
         self._max_queued_reads = max_queued_reads
-        self._max_running_writes = max(1, num_threads - 1)
+        self._max_running_writes = num_threads - 1
         self._faults = faults
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
         self._running_reads = 0
         self._running_writes = 0
         self._closed = False
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        """Where idle threads wait. Nobody else may: one job wakes one waiter."""
+        self._drained = threading.Condition(lock)
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -65,8 +73,8 @@ class IoThreads:
 
     def drain_writes(self, timeout_seconds: float) -> bool:
         """Wait until no write waits or runs; False when the time is up first. Never call it from the step thread."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._writes and not self._running_writes, timeout_seconds)
+        with self._drained:
+            return self._drained.wait_for(lambda: not self._writes and not self._running_writes, timeout_seconds)
 
     def close(self, timeout_seconds: float = 1.0) -> bool:
         """Drop queued jobs, let running ones end, join. False when a thread hangs in I/O: it is a daemon, and is left.
@@ -78,13 +86,16 @@ class IoThreads:
             self._reads.clear()
             self._writes.clear()
             self._changed.notify_all()
+            self._drained.notify_all()
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:
             job, is_write = taken
+            del taken  # or an idle thread would keep its last job alive
             try:
                 job()
             except Exception as error:  # noqa: BLE001 - the edge of a thread, which must live
@@ -111,5 +122,5 @@ class IoThreads:
                 self._running_writes -= 1
             else:
                 self._running_reads -= 1
-            # A thread that passed over a write because too many ran may take it now, and `drain_writes` may end.
-            self._changed.notify_all()
+            self._changed.notify()  # a thread that passed over a write because too many ran may take it now
+            self._drained.notify_all()

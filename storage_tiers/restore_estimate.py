@@ -9,7 +9,7 @@ import threading
 __all__ = ["RestoreEstimate"]
 
 WEIGHT = 0.3
-"""Share of the newest observation in the running mean."""
+"""Share of the newest observation in the running mean; more of it the longer ago the last one was."""
 HALF_LIFE_SECONDS = 30.0
 """An estimate halves in this time without observations, so that a store which was slow once is tried again."""
 
@@ -27,9 +27,9 @@ class RestoreEstimate:
     def observe(self, probe_seconds: float, read_seconds: float, nbytes: int, now: float) -> None:
         """Take up one restore: seconds until its header was there, and for `nbytes` of payload. I/O thread."""
         with self._lock:
-            decay = self._decay(now)
-            self._seconds_per_read = _mix(self._seconds_per_read * decay, probe_seconds)
-            self._seconds_per_byte = _mix(self._seconds_per_byte * decay, read_seconds / max(nbytes, 1))
+            kept = (1 - WEIGHT) * self._decay(now)  # what has faded makes room, it does not pull the mean down
+            self._seconds_per_read = _mix(self._seconds_per_read, probe_seconds, kept)
+            self._seconds_per_byte = _mix(self._seconds_per_byte, read_seconds / max(nbytes, 1), kept)
             self._observed_at = now
 
     def seconds_for(self, nbytes: int, now: float) -> float:
@@ -42,5 +42,5 @@ class RestoreEstimate:
         return float(0.5 ** (age / HALF_LIFE_SECONDS)) if age < 1e6 else 0.0
 
 
-def _mix(mean: float, newest: float) -> float:
-    return newest if mean == 0.0 else (1 - WEIGHT) * mean + WEIGHT * newest
+def _mix(mean: float, newest: float, kept: float) -> float:
+    return kept * mean + (1 - kept) * newest

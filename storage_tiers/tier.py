@@ -109,6 +109,9 @@ class LowerTier(Protocol):
         True once another process could read it. False when the item can never fit. Raises OSError (ENOSPC included).
         """
 
+    def touch(self, chunk_hash: int) -> None:
+        """Note that an item was used from a tier above: what is hot there must not grow old here. Raises nothing."""
+
     def remove(self, mm_hash: str) -> bool:
         """Remove an entry; False when there was none. Raises OSError."""
 

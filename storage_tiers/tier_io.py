@@ -78,18 +78,31 @@ class LowerTiers:
         stored = True
         for tier in self._tiers:
             try:
-                stored &= _has_same(tier, wanted, header) or tier.write(header, payload)
+                stored &= self._has_same(tier, wanted, header) or tier.write(header, payload)
             except OSError as error:
                 self._faults.report(tier.name, "write_failed", f"{header.mm_hash}: {error}")
                 stored = False
         return stored
 
-    def close(self) -> None:
-        """Close every tier. What is stored stays."""
+    def touch(self, chunk_hash: int) -> None:
+        """Tell every tier that lists the item that it was used."""
         for tier in self._tiers:
-            tier.close()
+            if tier.lists(chunk_hash):
+                tier.touch(chunk_hash)
 
+    def close(self) -> None:
+        """Close every tier. What is stored stays. Never raises OSError."""
+        for tier in self._tiers:
+            try:
+                tier.close()
+            except OSError as error:
+                self._faults.report(tier.name, "close_failed", error)
 
-def _has_same(tier: LowerTier, wanted: WantedItem, header: ItemHeader) -> bool:
-    present = tier.probe(wanted) if tier.lists(wanted.chunk_hash) else None
-    return present is not None and present.digest == header.digest
+    def _has_same(self, tier: LowerTier, wanted: WantedItem, header: ItemHeader) -> bool:
+        """Whether `tier` holds these very bytes. What it cannot read counts as other bytes: writing replaces it."""
+        try:
+            present = tier.probe(wanted) if tier.lists(wanted.chunk_hash) else None
+        except OSError as error:
+            self._faults.report(tier.name, "probe_failed", f"{header.mm_hash}: {error}")
+            return False
+        return present is not None and present.digest == header.digest

@@ -5,7 +5,6 @@ Waiting is for events or for a state that the hierarchy shows, always with a dea
 hold in their hands, and no real time passes.
 """
 
-import gc
 import hashlib
 import threading
 import time
@@ -21,7 +20,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
 
 import storage_tiers.key
-from storage_tiers.entry import Entry, EntryState, Lease
+from storage_tiers.entry import EntryState, Lease
 from storage_tiers.faults import FaultLog
 from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
 from storage_tiers.key import KeySpace, WantedItem
@@ -123,6 +122,8 @@ class MemoryTier:
         self.items: dict[int, tuple[ItemHeader, bytes]] = {}
         """What is stored, by 64-bit name: tests plant and damage here, behind the tier's back."""
         self.calls: Counter[str] = Counter()
+        self.touched: list[int] = []
+        """64-bit names of the items that were said to be in use, in order."""
         self.faults: Counter[str] = Counter()
         self.vanishing = False
         """Whether what a probe finds is gone by the time it is read."""
@@ -239,6 +240,9 @@ class MemoryTier:
             self.items[header.chunk_hash] = (header, bytes(payload))
         return True
 
+    def touch(self, chunk_hash: int) -> None:
+        self.touched.append(chunk_hash)
+
     def remove(self, mm_hash: str) -> bool:
         self._enter("remove")
         with self._lock:
@@ -260,7 +264,7 @@ class MemoryTier:
             error, times = self._errors.get(operation, (None, 0))
             if error is not None and times > 0:
                 self._errors[operation] = (error, times - 1)
-                raise error
+                raise type(error)(*error.args)  # a new one: a traceback keeps alive what it passed through
 
 
 class Rig:
@@ -289,7 +293,7 @@ class Rig:
 
     def start(self) -> None:
         """A hierarchy like that of a new process: an empty pool over whatever the tiers hold."""
-        segment = SharedSegment.create(f"test_ec_{uuid.uuid4().hex}", self._pages * PAGE_BYTES)
+        segment = SharedSegment.create(f"test_hierarchy_{uuid.uuid4().hex}", self._pages * PAGE_BYTES)
         self.pool = SharedPool(LMCacheEngineConfig.from_defaults(), segment)
         self.faults = FaultLog()
         self.hierarchy = TierHierarchy(
@@ -395,7 +399,7 @@ class Rig:
                     used += entry.obj.get_physical_size()
             assert pool.used_bytes == used <= pool.capacity_bytes
             assert hierarchy.claimed_bytes == claimed <= self._options.max_lease_bytes
-            assert pool.memcheck()
+            assert pool.memory_allocator.memcheck()
 
     def watch_finalizers(self, monkeypatch: Any) -> None:
         """From now on, note whatever is given back only by its finalizer: somebody has lost a reference."""
@@ -416,17 +420,10 @@ class Rig:
         """Let everything run to its end, assert that all bytes are back, and close. The test has ended its leases."""
         if self.closed:
             return
-        for tier in self.tiers:
-            if isinstance(tier, MemoryTier):
-                tier.recover()
-        self.wait_reads()
-        self.flush()
-        self.check_consistent()
-        self.hierarchy.forget_all()
-        assert self.pool.used_bytes == 0 and self.hierarchy.claimed_bytes == 0 and self.hierarchy.num_entries == 0
-        gc.collect()
-        assert self._finalized == [], "only a finalizer gave these back"
-        self.close()
+        try:
+            self._finish()
+        finally:
+            self.pool.segment.close()  # a failed test, too, leaves nothing behind
 
     def close(self) -> None:
         """Close, and assert that the segment is gone and that no job failed in a way nobody had thought of."""
@@ -440,7 +437,14 @@ class Rig:
                 assert tier.closed
                 tier.closed = False
 
-
-def entry_of(lease: Lease) -> Entry:
-    """The entry behind a lease, for white-box checks."""
-    return lease.entry
+    def _finish(self) -> None:
+        for tier in self.tiers:
+            if isinstance(tier, MemoryTier):
+                tier.recover()
+        self.wait_reads()
+        self.flush()
+        self.check_consistent()
+        self.hierarchy.forget_all()
+        assert self.pool.used_bytes == 0 and self.hierarchy.claimed_bytes == 0 and self.hierarchy.num_entries == 0
+        assert self._finalized == [], "only a finalizer gave these back"
+        self.close()
