@@ -18,7 +18,7 @@ SENTINEL_WORLD_SIZE = 1
 SENTINEL_WORKER_ID = 0
 """Encoder outputs are replicated over tensor-parallel ranks: one entry serves them all (LMCache `ec_engine.py`)."""
 
-_HEX_DIGEST = re.compile(r"(?:[0-9a-f]{64}|[0-9a-f]{128})\Z")
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 def chunk_hash_of(mm_hash: str) -> int:
@@ -35,7 +35,7 @@ def is_content_hash(mm_hash: str) -> bool:
     vLLM hashes with blake3 or sha256 (64 lower-case hex digits) or sha512 (128), and puts `<LoRA name>:` in front where
     the tower has adapters. Anything else was chosen by a client and says nothing about content. Any thread.
     """
-    return _HEX_DIGEST.search(mm_hash.rpartition(":")[2]) is not None
+    return _HEX_DIGEST.fullmatch(mm_hash.rpartition(":")[2]) is not None
 
 
 @dataclass(frozen=True, slots=True)

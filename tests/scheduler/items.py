@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, the requests that hold them, and what the encoder makes of them.
 
-The bytes of an embedding follow from everything that decides them in a real engine: the picture, the number of rows, the
-modality, the adapter and the weights. So whatever reaches the language model can be compared with what should have.
+The bytes of an embedding follow from everything that decides them in a real engine: the picture, the number of rows,
+the modality, the adapter and the weights. So whatever reaches the language model can be compared with what should have.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
     MultiModalFeatureSpec,
     MultiModalFieldElem,
     MultiModalKwargsItem,
@@ -42,11 +43,22 @@ class Image:
     modality: str = "image"
     has_pixels: bool = True
     """False: the client sent only a size, since it trusts the cache to have the embedding."""
+    row_tokens: int = 0
+    """After so many embeddings comes a token that is text, as some models separate the rows of a picture; 0: never."""
 
     @property
     def identifier(self) -> str:
-        """vLLM's `mm_hash` of the item, without an adapter's name."""
+        """The `mm_hash` that vLLM gives the item, without an adapter's name in front."""
         return self.client_id or hashlib.sha256(f"{self.picture}/{self.rows}".encode()).hexdigest()
+
+    def position(self, offset: int) -> PlaceholderRange:
+        """Where its tokens are in a prompt, and which of them are embeddings."""
+        if not self.row_tokens:
+            return PlaceholderRange(offset=offset, length=self.rows)
+        mask: list[bool] = []
+        for row in range(self.rows):
+            mask += [True] if (row + 1) % self.row_tokens else [True, False]
+        return PlaceholderRange(offset=offset, length=len(mask), is_embed=torch.tensor(mask))
 
 
 def seed_of(picture: str) -> int:
@@ -63,7 +75,9 @@ def encode(seed: int, rows: int, modality: str, adapter: str, weights: int) -> t
 
 
 def pixels_of(item: MultiModalKwargsItem) -> int | None:
-    """The pixels in a processed item, None where it holds none."""
+    """The pixels in a processed item, or behind the address in it; None where it holds none."""
+    if "address" in item:
+        return int(item["address"].data)
     return int(item["pixel_values"].data[0]) if "pixel_values" in item else None
 
 
@@ -74,6 +88,13 @@ def kwargs_item(image: Image) -> MultiModalKwargsItem:
         fields["pixel_values"] = torch.tensor([seed_of(image.picture)], dtype=torch.float64)
     shared = MultiModalSharedField(batch_size=1)
     return MultiModalKwargsItem({name: MultiModalFieldElem(data=data, field=shared) for name, data in fields.items()})
+
+
+def address_item(image: Image) -> MultiModalKwargsItem:
+    """The same under `--mm-processor-cache-type shm`: where the worker finds the pixels, and nothing else."""
+    field = MultiModalBatchedField()
+    fields = {"address": seed_of(image.picture), "monotonic_id": 0, "signature": [0]}
+    return MultiModalKwargsItem({name: MultiModalFieldElem(data=data, field=field) for name, data in fields.items()})
 
 
 def wanted(image: Image, fingerprint: str) -> WantedItem:
@@ -89,6 +110,7 @@ def make_request(
     priority: int = 0,
     adapter: LoRARequest | None = None,
     arrival_time: float = 0.0,
+    resumable: bool = False,
     block_hasher: Callable[[Request], list] | None = None,
     kwargs_of: Callable[[Image], MultiModalKwargsItem | None] = kwargs_item,
 ) -> Request:
@@ -105,11 +127,11 @@ def make_request(
                 data=kwargs_of(part),
                 modality=part.modality,
                 identifier=prefix + part.identifier,
-                mm_position=PlaceholderRange(offset=len(tokens), length=part.rows),
+                mm_position=part.position(len(tokens)),
                 mm_hash=part.identifier,
             )
         )
-        tokens += [IMAGE_TOKEN] * part.rows
+        tokens += [IMAGE_TOKEN] * features[-1].mm_position.length
     return Request(
         request_id=request_id,
         prompt_token_ids=tokens,
@@ -120,4 +142,5 @@ def make_request(
         lora_request=adapter,
         priority=priority,
         block_hasher=block_hasher,
+        resumable=resumable,
     )

@@ -6,6 +6,7 @@ loads, encode and save each item, gather, finish. Two of its ways to die are kep
 pixels, and a hash that is not in the cache when its rows are gathered.
 """
 
+import pickle
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -84,7 +85,7 @@ class RunnerStandIn:
     def _with_connector(self, output: SchedulerOutput, gather: bool) -> ECConnectorOutput:
         connector, ec_output = self.connector, ECConnectorOutput()
         assert output.ec_connector_metadata is not None
-        connector.bind_connector_metadata(output.ec_connector_metadata)
+        connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.ec_connector_metadata)))
         if connector.is_producer:
             connector.start_save_caches(encoder_cache=self.encoder_cache)
         if connector.is_consumer:
@@ -123,13 +124,14 @@ class RunnerStandIn:
                 end = min(request.computed + num_scheduled - feature.mm_position.offset, feature.mm_position.length)
                 if start >= end:
                     continue
+                start, end = feature.mm_position.get_embeds_indices_in_range(start, end)
+                if start == end:
+                    continue
                 cached = self.encoder_cache.get(feature.identifier)
                 if cached is None:
                     raise RuntimeError(f"Encoder cache miss for {feature.identifier}.")
                 image = self._told.images[request_id][index]
-                right = encode(
-                    seed_of(image.picture), image.rows, image.modality, _path(request), self._told.weights
-                )
+                right = encode(seed_of(image.picture), image.rows, image.modality, _path(request), self._told.weights)
                 assert torch.equal(cached[start:end], right[start:end]), f"{request_id} got wrong rows of {image}"
                 self.gathered.append((request_id, feature.identifier))
 
