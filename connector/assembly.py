@@ -184,6 +184,7 @@ def _make_hierarchy(
         skip_slow_restores=behaviour.skip_slow_restores,
         io_threads=behaviour.io_threads,
         io_queue_items=behaviour.io_queue_items,
+        staging_overdue_seconds=2 * behaviour.staging_deadline_seconds,
     )
     return TierHierarchy(
         SharedPool(storage.lmcache_config, segment),

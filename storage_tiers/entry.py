@@ -31,7 +31,18 @@ class EntryState(enum.Enum):
 class Entry:
     """An item that is in the pool or on its way there. Fields change only under the hierarchy's lock."""
 
-    __slots__ = ("claims", "header", "last_used", "leases", "obj", "reload_seconds", "state", "stored_below", "wanted")
+    __slots__ = (
+        "claims",
+        "header",
+        "last_used",
+        "leases",
+        "obj",
+        "reload_seconds",
+        "since",
+        "state",
+        "stored_below",
+        "wanted",
+    )
 
     def __init__(self, wanted: WantedItem, state: EntryState) -> None:
         """A fresh entry, unleased and without memory."""
@@ -46,8 +57,10 @@ class Entry:
         """Leases of requests, whose bytes are capped together."""
         self.last_used = 0
         """Tick of the hierarchy's use counter."""
+        self.since = 0.0
+        """Monotonic seconds at which the entry was made: tells a staging that hangs."""
         self.stored_below = False
-        """Whether a lower tier holds the same bytes, so that an eviction loses nothing."""
+        """Whether every lower tier has taken the same bytes, so that an eviction loses nothing."""
         self.reload_seconds = 0.0
         """Estimate of having the item again after an eviction: a restore where it is stored below, else encoding."""
 

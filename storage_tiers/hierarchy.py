@@ -33,7 +33,7 @@ FALLBACK_RESTORE_BYTES_PER_SECOND = 1e9
 TOUCH_SECONDS = 60.0
 """How often lower tiers hear of an item that is used above them."""
 MAX_TOUCHED = 4096
-"""Items whose last such report is remembered; beyond, a few are reported more often."""
+"""Items whose last such report is remembered; beyond, the first of them are reported more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class HierarchyOptions:
     io_threads: int = 4
     io_queue_items: int = 1024
     """Most restores that may wait for an I/O thread."""
+    staging_overdue_seconds: float = 4.0
+    """Age of a staging from which on nobody new waits for it."""
 
 
 class TierHierarchy:
@@ -83,6 +85,7 @@ class TierHierarchy:
         self._index: dict[int, Entry] = {}
         self._tick = 0
         self._claimed_bytes = 0
+        self._dirty_bytes = 0
         self._touched: dict[int, float] = {}
         self._counts: Counter[str] = Counter()
         pool.set_policy(self._cost_of, self._on_evict)
@@ -109,8 +112,10 @@ class TierHierarchy:
         now, name = self._clock(), wanted.chunk_hash
         if now - self._touched.get(name, float("-inf")) < TOUCH_SECONDS or not self._lower.lists(name):
             return
+        if self._io.pending_writes >= self._options.io_queue_items:
+            return  # the tier hangs or is far behind: what was used can wait to be told
         if len(self._touched) >= MAX_TOUCHED:
-            self._touched.clear()
+            del self._touched[next(iter(self._touched))]
         self._touched[name] = now
         self._io.submit_write(partial(self._lower.touch, name))
 
@@ -120,11 +125,13 @@ class TierHierarchy:
         Watch the lease's state: RESIDENT can be used, STAGING and SAVING may become so, GONE will not. `release` it.
         """
         with self._lock:
-            entry = self._index.get(wanted.chunk_hash)
+            entry = self._live_entry(wanted)
             if entry is None:
                 return self._start_staging(wanted)
             if not entry.serves(wanted):
                 return self._missed("other_item_in_pool")
+            if self._is_overdue(entry):
+                return self._missed("staging_overdue")
             if not entry.claims and self._claimed_bytes + entry.nbytes > self._options.max_lease_bytes:
                 return self._missed("lease_limit")
             self._touch(entry)
@@ -133,7 +140,7 @@ class TierHierarchy:
     def pin_resident(self, wanted: WantedItem) -> Lease | None:
         """Hold an item that is resident at this moment, whatever requests hold; None where it is not. Step thread."""
         with self._lock:
-            entry = self._index.get(wanted.chunk_hash)
+            entry = self._live_entry(wanted)
             if entry is None or entry.state is not EntryState.RESIDENT or not entry.serves(wanted):
                 return None
             self._touch(entry)
@@ -262,6 +269,21 @@ class TierHierarchy:
 
     # -- Under the lock ---------------------------------------------------------------------------------------------
 
+    def _is_overdue(self, entry: Entry) -> bool:
+        """Whether the entry's tier seems to hang: who comes now need not wait for it as well."""
+        age = self._clock() - entry.since
+        return entry.state is EntryState.STAGING and age > self._options.staging_overdue_seconds
+
+    def _live_entry(self, wanted: WantedItem) -> Entry | None:
+        """The entry of that name, unless its bytes were taken from the pool through LMCache's face."""
+        entry = self._index.get(wanted.chunk_hash)
+        if entry is None or entry.state is not EntryState.RESIDENT or entry.leases:
+            return entry
+        if entry.obj is not None and self._pool.is_live(entry.obj):
+            return entry
+        self._drop(entry)
+        return None
+
     def _missed(self, reason: str) -> Lease | None:
         self._counts[f"miss_{reason}"] += 1
         return None
@@ -272,6 +294,7 @@ class TierHierarchy:
 
     def _insert(self, wanted: WantedItem, state: EntryState) -> Entry:
         entry = self._index[wanted.chunk_hash] = Entry(wanted, state)
+        entry.since = self._clock()
         self._touch(entry)
         return entry
 
@@ -362,9 +385,17 @@ class TierHierarchy:
     def _queue_write(self, entry: Entry) -> None:
         if not self._lower or not self._may_be_below(entry.wanted):
             return
-        lease = self._lease(entry, is_claim=False)
-        if not self._io.submit_write(partial(self._write, lease)):
-            self.release(lease)
+        # What waits to be written is held, but not the whole pool: where a store hangs, the rest can still be evicted.
+        lease = None
+        if self._dirty_bytes + entry.nbytes <= self._pool.capacity_bytes // 2:
+            lease = self._lease(entry, is_claim=False)
+            self._dirty_bytes += entry.nbytes
+        if not self._io.submit_write(partial(self._write_queued, entry, lease)) and lease is not None:
+            self._end_write(lease)
+
+    def _end_write(self, lease: Lease) -> None:
+        self._dirty_bytes -= lease.entry.nbytes
+        self.release(lease)
 
     # -- On I/O threads ---------------------------------------------------------------------------------------------
 
@@ -423,22 +454,33 @@ class TierHierarchy:
                 self._claimed_bytes += entry.nbytes
             return obj
 
-    def _write(self, lease: Lease) -> None:
-        """Hand a resident item to every lower tier. A failure leaves it in the pool alone, and is counted."""
+    def _write_queued(self, entry: Entry, lease: Lease | None) -> None:
+        """Write an item whose turn has come, held since it was queued or, if it is still there, from now on."""
+        with self._lock:
+            if lease is None:
+                if entry.state is not EntryState.RESIDENT:
+                    self._counts["write_too_late"] += 1
+                    return
+                lease = self._lease(entry, is_claim=False)
+                self._dirty_bytes += entry.nbytes
         try:
-            entry = lease.entry
-            assert entry.header is not None and entry.obj is not None  # a lease on a resident item
-            if entry.state is EntryState.GONE:  # replaced or forgotten: below, it would take the place of what is right
-                with self._lock:
-                    self._counts["write_outdated"] += 1
-                return
-            self._pool.zero_padding(entry.obj)
-            payload = self._pool.payload_view(entry.obj)
-            header = replace(entry.header, digest=digest_of(payload), created=time.time())
-            stored = self._lower.write(header, payload)
-            with self._lock:
-                entry.stored_below = stored
-                entry.reload_seconds = self._reload_seconds(entry)
-                self._counts["write" if stored else "write_failed"] += 1
+            self._write(entry)
         finally:
-            self.release(lease)
+            with self._lock:
+                self._end_write(lease)
+
+    def _write(self, entry: Entry) -> None:
+        """Hand a held item to every lower tier. A failure leaves it in the pool alone, and is counted."""
+        assert entry.header is not None and entry.obj is not None  # somebody holds it
+        if entry.state is EntryState.GONE:  # replaced or forgotten: below, it would take the place of what is right
+            with self._lock:
+                self._counts["write_outdated"] += 1
+            return
+        self._pool.zero_padding(entry.obj)
+        payload = self._pool.payload_view(entry.obj)
+        header = replace(entry.header, digest=digest_of(payload), created=time.time())
+        stored = self._lower.write(header, payload)
+        with self._lock:
+            entry.stored_below = stored
+            entry.reload_seconds = self._reload_seconds(entry)
+            self._counts["write" if stored else "write_failed"] += 1

@@ -143,6 +143,10 @@ class SharedPool(LocalCPUBackend):
         padding = self.payload_view(obj, padded=True)[obj.get_size() :]
         padding[:] = bytes(len(padding))
 
+    def is_live(self, obj: MemoryObj) -> bool:
+        """Whether the object is this pool's and not freed: its bytes are its own. A dict look-up."""
+        return self._allocator.owns(obj)
+
     def offset_of(self, obj: MemoryObj) -> int:
         """Where the payload begins, in bytes from the segment's start: what another process passes to `view`.
 

@@ -56,8 +56,10 @@ class LowerTiers:
             except OSError as error:
                 self._faults.report(tier.name, "probe_failed", f"{wanted.mm_hash}: {error}")
                 continue
+            seconds = self._clock() - started
             if header is not None:
-                return Found(tier, header, self._clock() - started)
+                return Found(tier, header, seconds)
+            self._estimates[tier.name].observe_probe(seconds, self._clock())
         return None
 
     def read(self, found: Found, payload: memoryview) -> bool:

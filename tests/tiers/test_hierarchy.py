@@ -823,20 +823,71 @@ def test_a_content_hash_is_kept_below(rig: Rig, mm_hash: str) -> None:
 
 
 def test_what_has_yet_to_be_written_is_not_evicted(make_rig: MakeRig) -> None:
-    rig = make_rig(pages=4)
+    rig = make_rig(pages=8)
     gate = rig.tier.hold("write")
     for name in "abcd":
         rig.save(item(name), wait=False)
     assert rig.hierarchy.pending_writes == 4
+    large = rig.begin_save(item("large", 4))
     assert rig.hierarchy.begin_save(item("e")) is None
     assert not rig.hierarchy.evict(item("a").as_wanted())
     assert all(rig.is_resident(item(name)) for name in "abcd")
     gate.open()
     rig.flush()
-    rig.save(item("e"))
+    rig.hierarchy.finish_save(large, succeeded=False)
+    rig.save(item("e", 5))
     assert rig.count("pool_eviction") == 1
     assert rig.count("pool_eviction_lost") == 0
-    assert all(rig.tier.has(item(name)) for name in "abcde")
+    assert all(rig.tier.has(item(name)) for name in "abcd")
+
+
+def test_a_store_that_hangs_holds_half_of_the_pool_at_most(make_rig: MakeRig) -> None:
+    rig = make_rig(pages=4)
+    gate = rig.tier.hold("write")
+    for name in "abcdef":
+        rig.save(item(name), wait=False)
+    assert [name for name in "abcdef" if rig.is_resident(item(name))] == ["a", "b", "e", "f"]
+    assert rig.count("pool_eviction_lost") == 2
+    gate.open()
+    rig.flush()
+    assert rig.count("write_too_late") == 2
+    assert [name for name in "abcdef" if rig.tier.has(item(name))] == ["a", "b", "e", "f"]
+
+
+def test_nobody_new_waits_for_a_staging_that_hangs(rig: Rig) -> None:
+    rig.tier.plant(item("a"))
+    gate = rig.tier.hold("probe")
+    first = rig.acquire(item("a"))
+    rig.clock.advance(3.0)
+    second = rig.acquire(item("a"))
+    rig.clock.advance(2.0)
+    assert rig.hierarchy.acquire(item("a").as_wanted()) is None
+    assert rig.count("miss_staging_overdue") == 1
+    gate.open()
+    for lease in (first, second):
+        assert rig.settled(lease) is RESIDENT
+        rig.hierarchy.release(lease)
+
+
+def test_an_item_that_lmcaches_caller_removed_is_staged_again(rig: Rig) -> None:
+    rig.save(item("a"))
+    rig.flush()
+    rig.pool.remove(KEYS.key_of(item("a").chunk_hash))
+    assert rig.hierarchy.pin_resident(item("a").as_wanted()) is None
+    assert rig.serve(item("a")) == content_of(item("a"))
+
+
+def test_lower_tiers_hear_of_use_once_a_minute(rig: Rig) -> None:
+    wanted = item("a").as_wanted()
+    rig.hierarchy.note_use(wanted)
+    assert rig.tier.touched == []
+    rig.save(item("a"))
+    rig.flush()
+    for seconds in (0.0, 30.0, 31.0):
+        rig.clock.advance(seconds)
+        rig.hierarchy.note_use(wanted)
+    rig.flush()
+    assert rig.tier.touched == [wanted.chunk_hash, wanted.chunk_hash]
 
 
 def test_a_save_is_over_before_its_write_is(rig: Rig) -> None:
