@@ -6,6 +6,7 @@ Refuses at start what cannot work, with the remedy. No hook and no policy may en
 
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -35,6 +36,9 @@ __all__ = ["build_scheduler_side", "build_worker_side"]
 
 logger = init_logger(f"vllm.{__name__}")
 
+TYPICAL_TOKENS = 1024
+"""A 1024 x 1024 image in Qwen3-VL: a token for each 32 x 32 pixels."""
+
 
 def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     """The scheduler's half with every tier, in the process that owns them.
@@ -43,46 +47,38 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     """
     _refuse_unsupported(vllm_config)
     settings = _settings_of(vllm_config)
-    config = vllm_config.ec_transfer_config
     remove_leftovers()
     check_capacity(settings.storage)
     faults = FaultLog(settings.behaviour.log_interval_seconds)
     keys = KeySpace(vllm_config.model_config.model, vllm_config.model_config.dtype, settings.behaviour.namespace)
-    facts = model_facts(vllm_config, settings.behaviour.weight_fingerprint == "sample")
-    identity = ModelIdentity(facts, getattr(config, "mm_encoder_output_widths", {}))
+    identity = _make_identity(vllm_config, settings)
     segment, board = _make_segment(vllm_config, settings)
     hierarchy = _make_hierarchy(settings, segment, board, keys, faults)
-    _log_start(settings, identity, segment)
-
-    side: SchedulerSide | None = None
+    _log_start(settings, identity, segment, keys)
 
     def on_reset() -> None:
-        if side is None:
-            return
+        # Called by the manager, which is built after `side`.
         if settings.behaviour.reset_invalidates:
             identity.begin_epoch()
         side.was_reset()
         if settings.behaviour.reset_invalidates:
             hierarchy.forget_all()
 
-    residency = DeviceResidency(on_reset)
-    if not install_reporting_manager(vllm_config, residency):
-        logger.warning(
-            "Encoder cache: this scheduler's encoder cache manager cannot report resets. After weights were updated in "
-            "place, restart the engine or set another ec.namespace: stored items would be served as they are."
-        )
+    residency = _make_residency(vllm_config, on_reset)
+    config = vllm_config.ec_transfer_config
+    admission = Admission(
+        hierarchy,
+        identity,
+        residency.__contains__,
+        board.attached,
+        config.is_ec_consumer,
+        settings.behaviour.staging_deadline_seconds,
+    )
     side = SchedulerSide(
         SchedulerParts(
             hierarchy=hierarchy,
             ledger=TransferLedger(board, hierarchy),
-            admission=Admission(
-                hierarchy,
-                identity,
-                residency.__contains__,
-                board.attached,
-                config.is_ec_consumer,
-                settings.behaviour.staging_deadline_seconds,
-            ),
+            admission=admission,
             residency=residency,
             segment_name=segment.name,
             model=keys.key_model_name,
@@ -147,6 +143,21 @@ def _participants(vllm_config: "VllmConfig") -> int:
     """Ranks that run the encoder's hooks: tensor-parallel x prefill-context-parallel, in pipeline stage 0."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def _make_identity(vllm_config: "VllmConfig", settings: Settings) -> ModelIdentity:
+    facts = model_facts(vllm_config, settings.behaviour.weight_fingerprint == "sample")
+    return ModelIdentity(facts, getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}))
+
+
+def _make_residency(vllm_config: "VllmConfig", on_reset: Callable[[], None]) -> DeviceResidency:
+    residency = DeviceResidency(on_reset)
+    if not install_reporting_manager(vllm_config, residency):
+        logger.warning(
+            "Encoder cache: this scheduler's encoder cache manager cannot report resets. After weights were updated in "
+            "place, restart the engine or set another namespace: stored items would be served as they are."
+        )
+    return residency
 
 
 def _data_parallel_index(vllm_config: "VllmConfig") -> int:
@@ -228,8 +239,24 @@ def _device_of(platform: Any) -> Any:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _log_start(settings: Settings, identity: ModelIdentity, segment: SharedSegment) -> None:
-    rows = [("setting", "value", "from"), *describe(settings)]
+def _log_start(settings: Settings, identity: ModelIdentity, segment: SharedSegment, keys: KeySpace) -> None:
+    """One table of all settings, where each came from, and what the sizes mean for this model's items."""
+    rows = [("setting", "value", "from"), *describe(settings), *_holdings(settings, identity, keys)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = "\n".join(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for name, value, origin in rows)
     logger.info("Encoder cache: pool %s, fingerprint %s\n%s", segment.name, identity.fingerprint[:16], table)
+
+
+def _holdings(settings: Settings, identity: ModelIdentity, keys: KeySpace) -> list[tuple[str, str, str]]:
+    """Rows that say how many images of a typical size each tier holds, where the width of a row is known."""
+    width = identity.width_of("image")
+    if width is None:
+        return []
+    token_bytes = width * keys.dtype.itemsize
+    origin = f"{token_bytes} bytes per token: {width} columns, {keys.dtype}"
+    rows = []
+    for name, size in (("pool holds", settings.storage.pool_bytes), ("disk holds", settings.storage.disk_bytes)):
+        tokens = size // token_bytes
+        if tokens:
+            rows.append((name, f"{tokens:,} tokens, {tokens // TYPICAL_TOKENS:,} images of 1024 x 1024", origin))
+    return rows
