@@ -230,7 +230,7 @@ class Admission:
         if not self._is_ready():
             return self._may_wait_for_workers(record, item)
         if item.lease is None:
-            item.lease = self._hierarchy.acquire(item.wanted)
+            item.lease = self._hierarchy.acquire(item.wanted, can_be_encoded=item.has_tensor)
         state = item.lease.state if item.lease is not None else EntryState.GONE
         if state is EntryState.GONE:
             self._miss(record, item)

@@ -21,16 +21,22 @@ __all__ = ["CopyThread"]
 class _Copy:
     save: Transfer
     source: torch.Tensor
-    target: torch.Tensor
     ready: torch.Event | None
 
 
 class CopyThread:
     """One daemon thread over a queue that is bounded in bytes, since every queued copy keeps device memory alive."""
 
-    def __init__(self, max_queued_bytes: int, finished: Callable[[Transfer, bool], None], faults: FaultLog) -> None:
-        """`finished(save, succeeded)` is called on the copy thread, once for each accepted copy."""
+    def __init__(
+        self,
+        max_queued_bytes: int,
+        target_of: Callable[[Transfer], torch.Tensor],
+        finished: Callable[[Transfer, bool], None],
+        faults: FaultLog,
+    ) -> None:
+        """Both are called on the copy thread, once per accepted copy: where it goes, and `finished(save, done)`."""
         self._max_queued_bytes = max_queued_bytes
+        self._target_of = target_of
         self._finished = finished
         self._faults = faults
         self._copies: deque[_Copy] = deque()
@@ -45,7 +51,7 @@ class CopyThread:
         """Bytes of the copies that wait or run. Any thread."""
         return self._queued_bytes
 
-    def submit(self, save: Transfer, source: torch.Tensor, target: torch.Tensor) -> bool:
+    def submit(self, save: Transfer, source: torch.Tensor) -> bool:
         """Queue a copy; False when the queue is full or closed. Step thread: O(1), copies nothing.
 
         `source` must not be written any more: the runner never writes an encoder output twice. A copy larger than the
@@ -56,7 +62,7 @@ class CopyThread:
             full = self._queued_bytes and self._queued_bytes + save.nbytes > self._max_queued_bytes
             if self._closed or full:
                 return False
-            self._copies.append(_Copy(save, source, target, ready))
+            self._copies.append(_Copy(save, source, ready))
             self._queued_bytes += save.nbytes
             self._changed.notify()
             return True
@@ -75,8 +81,8 @@ class CopyThread:
             try:
                 if copy.ready is not None:
                     copy.ready.synchronize()
-                with torch.inference_mode():  # both tensors were made under it, and may be written nowhere else
-                    copy.target.copy_(copy.source)
+                with torch.inference_mode():  # `source` was made under it
+                    self._target_of(copy.save).copy_(copy.source)
                 succeeded = True
             except RuntimeError as error:  # what torch raises for every failure of a device
                 self._faults.report("device", "copy_failed", f"{copy.save.mm_hash}: {error}")

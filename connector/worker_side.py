@@ -71,7 +71,7 @@ class WorkerSide:
         self._saves: dict[str, Transfer] = {}
         self._encode_started: float | None = None
         self._gauges = dict.fromkeys(RankGauge, 0.0)
-        self._copies = CopyThread(options.save_queue_bytes, self._finish_save, self._faults)
+        self._copies = CopyThread(options.save_queue_bytes, self._place_of, self._finish_save, self._faults)
         self._stopping = threading.Event()
         self._attacher = threading.Thread(target=self._attach_when_found, name="ec-attach", daemon=True)
         if options.takes_part:
@@ -122,7 +122,7 @@ class WorkerSide:
             self._finish_save(save, succeeded=False)
             return
         attached.board.set_status(save.slot, TransferStatus.DEFERRED)
-        if not self._copies.submit(save, tensor, attached.at(save)):
+        if not self._copies.submit(save, tensor):
             self._faults.report("device", "save_queue_full", f"{save.nbytes} bytes of {mm_hash}")
             self._finish_save(save, succeeded=False)
 
@@ -179,6 +179,13 @@ class WorkerSide:
             self._attached = _Attachment(segment, board, segment.tensor())
             board.attach()
             logger.info("Encoder cache: rank %d attached to shared pool %s", self._options.rank, name)
+
+    def _place_of(self, save: Transfer) -> torch.Tensor:
+        """Copy thread: the pool's memory for a save."""
+        attached = self._attached
+        if attached is None:
+            raise RuntimeError(f"the segment was let go of before {save.mm_hash} was copied")
+        return attached.at(save)
 
     # -- Reports ----------------------------------------------------------------------------------------------------
 

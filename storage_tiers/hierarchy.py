@@ -30,10 +30,10 @@ FALLBACK_ENCODE_SECONDS_PER_TOKEN = 1e-4
 """Ranks items for eviction while no encoder run has been measured; only ratios matter then."""
 FALLBACK_RESTORE_BYTES_PER_SECOND = 1e9
 """Ranks items for eviction while no restore has been measured: an NVMe drive's order of magnitude."""
-TOUCH_SECONDS = 60.0
-"""How often lower tiers hear of an item that is used above them."""
-MAX_TOUCHED = 4096
-"""Items whose last such report is remembered; beyond, the first of them are reported more often."""
+USE_SECONDS = 60.0
+"""How often lower tiers hear of the items that are used above them."""
+MAX_NOTED_USES = 65536
+"""Items that are remembered for the next such report; those beyond are not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class TierHierarchy:
         self._tick = 0
         self._claimed_bytes = 0
         self._dirty_bytes = 0
-        self._touched: dict[int, float] = {}
+        self._used: set[int] = set()
+        self._uses_told_at = clock()
         self._counts: Counter[str] = Counter()
         pool.set_policy(self._cost_of, self._on_evict)
 
@@ -105,29 +106,30 @@ class TierHierarchy:
         return self._lower.lists(wanted.chunk_hash)
 
     def note_use(self, wanted: WantedItem) -> None:
-        """Tell lower tiers, at most once a minute, that an item is in use which they are not asked for. Step thread.
+        """Note that an item is in use, for lower tiers that are not asked for it. Step thread: a set operation.
 
-        What the device or the pool serves would otherwise grow old below and be evicted there.
+        What the device or the pool serves would otherwise grow old below and be evicted there. Once a minute lower
+        tiers hear of all that was noted.
         """
-        now, name = self._clock(), wanted.chunk_hash
-        if now - self._touched.get(name, float("-inf")) < TOUCH_SECONDS or not self._lower.lists(name):
-            return
-        if self._io.pending_writes >= self._options.io_queue_items:
-            return  # the tier hangs or is far behind: what was used can wait to be told
-        if len(self._touched) >= MAX_TOUCHED:
-            del self._touched[next(iter(self._touched))]
-        self._touched[name] = now
-        self._io.submit_write(partial(self._lower.touch, name))
+        if len(self._used) < MAX_NOTED_USES:
+            self._used.add(wanted.chunk_hash)
+        now = self._clock()
+        if now - self._uses_told_at >= USE_SECONDS and self._io.pending_writes < self._options.io_queue_items:
+            self._uses_told_at = now
+            used, self._used = self._used, set()
+            self._io.submit_write(partial(self._lower.touch, used))
 
-    def acquire(self, wanted: WantedItem) -> Lease | None:
+    def acquire(self, wanted: WantedItem, can_be_encoded: bool = True) -> Lease | None:
         """Claim an item for a request, starting a restore where it may be below. None is a miss. Step thread.
+
+        Without `can_be_encoded` no restore is too slow: there is no other way to the bytes.
 
         Watch the lease's state: RESIDENT can be used, STAGING and SAVING may become so, GONE will not. `release` it.
         """
         with self._lock:
             entry = self._live_entry(wanted)
             if entry is None:
-                return self._start_staging(wanted)
+                return self._start_staging(wanted, can_be_encoded)
             if not entry.serves(wanted):
                 return self._missed("other_item_in_pool")
             if self._is_overdue(entry):
@@ -307,10 +309,10 @@ class TierHierarchy:
             entry.claims += 1
         return Lease(entry, is_claim)
 
-    def _start_staging(self, wanted: WantedItem) -> Lease | None:
+    def _start_staging(self, wanted: WantedItem, can_be_encoded: bool) -> Lease | None:
         if not self._lower or not self._may_be_below(wanted):
             return self._missed("absent")
-        if self._is_slower_than_encoding(wanted):
+        if can_be_encoded and self._is_slower_than_encoding(wanted):
             return self._missed("slower_than_encoding")
         entry = self._insert(wanted, EntryState.STAGING)
         lease = self._lease(entry, is_claim=True)

@@ -4,7 +4,7 @@
 Runs on I/O threads. Knows neither the index nor the pool: headers and buffers come in, answers go out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from storage_tiers.faults import FaultLog
@@ -86,11 +86,12 @@ class LowerTiers:
                 stored = False
         return stored
 
-    def touch(self, chunk_hash: int) -> None:
-        """Tell every tier that lists the item that it was used."""
-        for tier in self._tiers:
-            if tier.lists(chunk_hash):
-                tier.touch(chunk_hash)
+    def touch(self, chunk_hashes: Iterable[int]) -> None:
+        """Tell every tier that lists one of the items that it was used."""
+        for chunk_hash in chunk_hashes:
+            for tier in self._tiers:
+                if tier.lists(chunk_hash):
+                    tier.touch(chunk_hash)
 
     def close(self) -> None:
         """Close every tier. What is stored stays. Never raises OSError."""

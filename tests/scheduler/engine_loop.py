@@ -40,13 +40,17 @@ import connector
 from connector import assembly
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.scheduler_side import SchedulerSide
+from connector.settings import Settings
 from connector.step_plan import StepPlan
 from connector.worker_side import WorkerOptions, WorkerSide
 from storage_tiers.entry import Entry, EntryState
+from storage_tiers.faults import FaultLog
 from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
+from storage_tiers.key import KeySpace
 from storage_tiers.shared_pool import SharedPool
+from storage_tiers.shared_segment import SharedSegment
 from storage_tiers.tier import LowerTier
-from storage_tiers.transfer_board import TransferBoard
+from storage_tiers.transfer_board import RankGauge, TransferBoard
 from tests.scheduler.items import WIDTH, Image, kwargs_item, make_request, wanted
 from tests.scheduler.runner import RunnerStandIn, Told
 from tests.tiers.memory_tier import DEADLINE_SECONDS, PAGE_BYTES, wait_until
@@ -76,6 +80,8 @@ class EngineOptions:
     """Steps by which scheduling is ahead of execution all the same: one less than there are pipeline stages."""
     policy: str = "fcfs"
     prefix_caching: bool = False
+    skip_slow_restores: bool = False
+    """Over the tests' own tiers: whether estimates of time decide, which depend on the machine."""
     manager: str | None = None
     """Class of the encoder cache manager, as a user would name it; None leaves it to the connector."""
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -429,7 +435,9 @@ class EngineLoop:
             encoder_compute_budget=options.device_rows,
             encoder_cache_size=options.device_rows,
         )
-        hierarchy = assembly._make_hierarchy if tiers is None else partial(_make_hierarchy, tiers)
+        hierarchy = (
+            assembly._make_hierarchy if tiers is None else partial(_make_hierarchy, tiers, options.skip_slow_restores)
+        )
         kind = AsyncScheduler if options.async_scheduling else Scheduler
         with (
             # vLLM's own budget asks the model's processor, and is never below the largest video.
@@ -444,8 +452,16 @@ class EngineLoop:
             )
 
 
-def _make_hierarchy(tiers: Sequence[LowerTier], settings, segment, board: TransferBoard, keys, faults) -> TierHierarchy:
-    """`assembly._make_hierarchy` over the test's own tiers, and without estimates of time."""
+def _make_hierarchy(
+    tiers: Sequence[LowerTier],
+    skip_slow_restores: bool,
+    settings: Settings,
+    segment: SharedSegment,
+    board: TransferBoard,
+    keys: KeySpace,
+    faults: FaultLog,
+) -> TierHierarchy:
+    """`assembly._make_hierarchy` over the test's own tiers."""
     behaviour, storage = settings.behaviour, settings.storage
     return TierHierarchy(
         SharedPool(storage.lmcache_config, segment),
@@ -454,9 +470,10 @@ def _make_hierarchy(tiers: Sequence[LowerTier], settings, segment, board: Transf
         HierarchyOptions(
             max_lease_bytes=int(storage.pool_bytes * behaviour.max_lease_fraction),
             persist_client_ids=behaviour.persist_client_ids,
-            skip_slow_restores=False,
+            skip_slow_restores=skip_slow_restores,
             io_threads=behaviour.io_threads,
             io_queue_items=behaviour.io_queue_items,
         ),
         faults,
+        encode_seconds_per_token=lambda: board.gauge(0, RankGauge.ENCODE_SECONDS_PER_TOKEN),
     )

@@ -6,12 +6,14 @@ The runner stand-in compares every row that reaches the language model with what
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 import connector
 from connector.cache_manager import ReportingEncoderCacheManager
@@ -196,8 +198,8 @@ def test_a_request_for_an_item_that_is_being_saved_waits_for_it(engine: EngineLo
         engine.step()
     assert engine.state_of(CAT) is EntryState.SAVING
     assert "warm" not in engine.ended
-    for save, source, target in held:
-        assert worker._copies.submit(save, source, target)
+    for save, source in held:
+        assert worker._copies.submit(save, source)
     engine.run()
     assert engine.encoder_runs(CAT) == 1
 
@@ -346,6 +348,72 @@ def test_field_report_06_other_weights_at_the_same_path_are_a_miss(engine: Engin
     engine.told.weights += 1
     engine.ask("reloaded", CAT, adapter=reloaded)
     assert engine.encoded[f"stamps:{CAT.identifier}"] == 2
+
+
+# -- Unusual requests and engines -------------------------------------------------------------------------------------
+
+
+def test_a_streaming_session_whose_next_turn_brings_another_image(engine: EngineLoop) -> None:
+    engine.ask("cold", CAT, DOG)
+    engine.evict_device()
+    session = engine.add("session", [4, CAT, 4], resumable=True)
+    engine.run(until=lambda: session.status is RequestStatus.WAITING_FOR_STREAMING_REQ)
+    engine.evict_device()
+    engine.add("session", [DOG, 4], resumable=True)
+    engine.run(until=lambda: session.status is RequestStatus.WAITING_FOR_STREAMING_REQ)
+    engine.add("session", [1], resumable=False)  # what ends it
+    engine.run()
+    assert engine.encoder_runs(CAT, DOG) == 2
+    assert engine.loads() == [CAT.identifier, DOG.identifier]
+
+
+def test_an_image_whose_rows_are_set_apart_by_text(engine: EngineLoop) -> None:
+    image = Image("striped", rows=20, row_tokens=4)
+    engine.ask("cold", 3, image, 3)
+    engine.evict_device()
+    engine.ask("warm", 3, image, 3)
+    assert engine.encoder_runs(image) == 1
+    assert engine.state_of(image) is EntryState.RESIDENT
+
+
+def test_what_is_running_but_never_announced_is_still_known(engine: EngineLoop) -> None:
+    """As in vLLM 0.24, which asks for waiting requests only."""
+    engine.ask("cold", CAT)
+    engine.evict_device()
+    engine.settle()
+    request = engine.add("running", [CAT])
+    assert engine.connector.ensure_cache_available(request, 0)
+    assert engine.connector.ensure_cache_available(engine.add("other", [DOG]), 0) in (True, False)
+    assert engine.connector.has_cache_item(CAT.identifier)
+    engine.run()
+    assert engine.encoder_runs(CAT) == 1
+
+
+def test_more_loads_than_transfer_slots_are_encoded_and_not_waited_for() -> None:
+    options = EngineOptions(device_rows=128, batch_tokens=128, settings={"transfer_slots": 64})
+    images = [Image(f"icon {number}", rows=1) for number in range(100)]
+    with EngineLoop(options) as engine:
+        for first in range(0, 100, 50):
+            engine.ask(f"cold {first}", *images[first : first + 50])
+            engine.settle()
+        engine.evict_device()
+        engine.settle()
+        engine.ask("warm", *images)
+        assert engine.side.counts["no_transfer_slot"] >= 36
+        assert len(engine.loads()) == 64
+        assert engine.encoder_runs(*images) == 136
+
+
+@pytest.mark.parametrize("hook", ["ensure_available", "has_item"])
+def test_an_error_of_ours_is_a_miss_that_is_counted(options: EngineOptions, hook: str) -> None:
+    with EngineLoop(options) as engine:
+        engine.ask("cold", CAT)
+        engine.evict_device()
+        engine.settle()
+        with mock.patch.object(engine.side, hook, side_effect=ZeroDivisionError):
+            engine.ask("warm", CAT)
+        assert engine.encoder_runs(CAT) == 2
+        assert any(tier == "connector" for tier, _ in engine.faults())
 
 
 # -- The connector as vLLM makes it ------------------------------------------------------------------------------------

@@ -238,6 +238,23 @@ def test_invariant_07_an_item_that_is_loaded_and_evicted_in_one_pass_is_not_load
     assert engine.leases_of(CAT) == 0
 
 
+def test_invariant_07_where_vllm_names_freed_hashes_that_it_allocated_again_their_loads_stand() -> None:
+    """As vLLM 0.24 does, which takes no manager of ours."""
+    stock = "vllm.v1.core.encoder_cache_manager.EncoderCacheManager"
+    with EngineLoop(EngineOptions(manager=stock)) as engine:
+        engine.ask("cold", CAT)
+        engine.evict_device()
+        engine.settle()
+        load_pinned(engine, "restored")
+        plan = engine.connector.build_connector_meta(
+            no_tokens(free_encoder_mm_hashes=[CAT.identifier], total_num_scheduled_tokens=8)
+        )
+        assert [load.mm_hash for load in plan.loads] == [CAT.identifier]
+        assert CAT.identifier in engine.residency
+        finish_by_hand(engine, plan)
+        engine.abort("restored")
+
+
 def finish_by_hand(engine: EngineLoop, plan: StepPlan) -> None:
     """Report a plan's loads as a worker does that has made them."""
     for load in plan.loads:
@@ -297,9 +314,9 @@ def test_invariant_07_memory_of_a_deferred_save_returns_by_its_status_and_not_be
     engine.ledger.poll()
     assert engine.ledger.num_outstanding == 2
     assert engine.pool.used_bytes == 2 * PAGE_BYTES
-    save, source, target = held[0]
+    save, source = held[0]
     assert save.mm_hash == CAT.identifier
-    target.copy_(source)
+    worker._place_of(save).copy_(source)
     worker._finish_save(save, succeeded=True)
     wait_until(lambda: engine.state_of(CAT) is EntryState.RESIDENT, "the status was seen")
     worker._finish_save(held[1][0], succeeded=False)

@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 
 from storage_tiers.entry import EntryState
+from storage_tiers.transfer_board import RankGauge
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions
 from tests.scheduler.items import WIDTH, Image, address_item
 from tests.scheduler.lower_tiers import WatchedTier
@@ -219,6 +220,16 @@ def test_invariant_02_without_pixels_an_item_is_held_against_the_evictions_of_it
         engine.drop_from_pool(CAT)
         engine.ask("blind again", Image("emu", rows=16), BLIND_CAT)
         assert engine.encoder_runs(CAT) == 1
+
+
+def test_invariant_02_without_pixels_no_restore_is_too_slow(tier: WatchedTier) -> None:
+    with EngineLoop(EngineOptions(skip_slow_restores=True), [tier]) as engine:
+        store_below(engine, CAT, DOG)
+        engine.ask("measures a restore", DOG)
+        engine.board.rank(0).set_gauge(RankGauge.ENCODE_SECONDS_PER_TOKEN, 1e-12)
+        engine.add("blind", [BLIND_CAT])
+        engine.run()
+        assert engine.ended["blind"] is FinishReason.LENGTH
 
 
 # -- 3: client ids are not content hashes ------------------------------------------------------------------------------

@@ -56,10 +56,12 @@ def test_invariant_12_no_hit_before_every_participant_has_attached(stored: Watch
     with EngineLoop(EngineOptions(ranks=2), [stored], attach=False) as engine:
         engine.admission._clock = Clock()
         engine.start_workers(1)
+        probes = stored.calls["probe"]
         engine.add("early", [CAT])
         for _ in range(5):
             assert engine.step().total_num_scheduled_tokens == 0
-        assert engine.hierarchy.claimed_bytes == 0
+        assert engine.hierarchy.num_entries == 0
+        assert stored.calls["probe"] == probes
         engine.start_workers(1)
         engine.run()
         assert not engine.encoded
@@ -75,11 +77,16 @@ def test_invariant_12_where_a_participant_stays_away_items_are_encoded_and_still
         clock.advance(100.0)
         engine.run()
         assert engine.encoder_runs(CAT, DOG) == 2
+        engine.evict_device()
+        engine.settle()
+        assert engine.state_of(CAT) is EntryState.RESIDENT
+        engine.ask("still early", CAT, DOG)
+        assert engine.encoder_runs(CAT, DOG) == 4
         assert engine.loads() == []
         engine.start_workers(1)
         engine.evict_device()
         engine.ask("late", CAT, DOG)
-        assert engine.encoder_runs(CAT, DOG) == 2
+        assert engine.encoder_runs(CAT, DOG) == 4
 
 
 def test_invariant_12_a_load_is_held_until_the_last_rank_has_made_it(stored: WatchedTier) -> None:

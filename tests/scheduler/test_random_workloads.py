@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine import FinishReason
 
@@ -179,7 +179,11 @@ class Driver:
 
 
 LIMITS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=20,
+    deadline=None,
+    # Without shrinking, which plays thousands of workloads: what fails is printed whole, and is small enough to read.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
 
 
@@ -203,6 +207,19 @@ def test_with_a_pool_for_a_few_items_every_request_gets_the_right_rows(workload:
 @given(workloads(pool_pages=st.sampled_from([2, 6, LARGE_POOL]), pixels=False))
 def test_with_items_that_cannot_be_encoded_the_engine_lives(workload: Workload) -> None:
     Driver(workload).play()
+
+
+@LIMITS
+@given(workloads(pool_pages=st.sampled_from([4, LARGE_POOL]), pixels=True))
+def test_with_encodes_and_loads_taken_back_by_preemptions_the_engine_lives(workload: Workload) -> None:
+    pressed = replace(
+        workload.options,
+        policy="priority",
+        block_size=4,
+        kv_blocks=33,
+        scheduler={"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 8},
+    )
+    Driver(replace(workload, options=pressed)).play()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
