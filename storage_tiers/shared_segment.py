@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -37,6 +38,7 @@ _POPULATE_BYTES = 16 << 20
 """A slice of populating takes about 15 ms: how long a stop may have to wait for it."""
 _FALLOCATE_BYTES = 256 << 20
 _CREATE_TRIES = 64
+_CREATE_RETRY_SECONDS = 0.001
 _MADV_POPULATE_WRITE = 23
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -241,14 +243,15 @@ def _create_locked(path: Path) -> int:
         try:
             fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            if not _remove_if_dead(path) and path.exists():
-                raise FileExistsError(errno.EEXIST, "a live process owns this segment", str(path)) from None
+            # Locked may also mean that another process is just removing it as a leftover: that passes, an owner stays.
+            if not _remove_if_dead(path):
+                time.sleep(_CREATE_RETRY_SECONDS)
             continue
         # Between open and lock another process may take the file for a leftover: then it is gone, and we try again.
         if _try_lock(fd) and _is_same_file(path, fd):
             return fd
         os.close(fd)
-    raise FileExistsError(errno.EEXIST, "other processes keep removing this segment", str(path))
+    raise FileExistsError(errno.EEXIST, "a live process owns this segment", str(path))
 
 
 def _reserve(fd: int, path: Path, total: int) -> None:

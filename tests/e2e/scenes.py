@@ -105,12 +105,10 @@ class Slow:
     alone_ttft_s: list[float]
     """A small request with nothing beside it."""
     beside_ttft_s: list[float]
-    """The same request while another waits for the disk."""
+    """The same request, begun and ended while another waits for the disk."""
     waited: Answer
     waited_runs: int
     """Encoder runs for the request that waited."""
-    beside_first: bool
-    """Whether all the others had their first token before the one that waited."""
     late: Answer
     late_runs: int
     """Encoder runs for an item whose read took longer than the deadline."""
@@ -186,9 +184,10 @@ def _slow(running: VllmServer, control: Path) -> Slow:
         waiting = pool.submit(ask, running, 6)
         waiting.add_done_callback(lambda _: done.set())
         time.sleep(0.1)  # its pictures are processed before the engine sees it
-        while len(beside) < 5 and not done.is_set():
-            beside.append(ask(running, 5, max_tokens=1).ttft_s)
-        beside_first = len(beside) == 5 and not done.is_set()
+        while not done.is_set():
+            small_too = ask(running, 5, max_tokens=1)
+            if not done.is_set():
+                beside.append(small_too.ttft_s)
         waited = waiting.result()
     waited_runs = running.encoder_runs() - runs
     control.write_text("6")
@@ -196,7 +195,7 @@ def _slow(running: VllmServer, control: Path) -> Slow:
     late = ask(running, 7)
     late_runs = running.encoder_runs() - runs
     control.write_text("0")
-    return Slow(read_seconds, small, beside, waited, waited_runs, beside_first, late, late_runs)
+    return Slow(read_seconds, small, beside, waited, waited_runs, late, late_runs)
 
 
 def _file_of(directory: Path, mm_hash: str) -> Path:

@@ -20,7 +20,7 @@ from connector.cache_manager import ReportingEncoderCacheManager
 from connector.ec_connector import LMCacheNeuronECConnector
 from storage_tiers.entry import EntryState
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions, vllm_config
-from tests.scheduler.items import Image
+from tests.scheduler.items import WIDTH, Image
 from tests.scheduler.lower_tiers import WatchedTier
 from tests.tiers.memory_tier import Clock, wait_until
 
@@ -299,6 +299,7 @@ def test_a_consumer_only_loads_and_never_saves(options: EngineOptions) -> None:
     store(tier, CAT)
     consumer = EngineOptions(role="ec_consumer", async_scheduling=options.async_scheduling)
     with EngineLoop(consumer, [tier]) as engine:
+        engine.admission._identity._widths["image"] = WIDTH  # not what keeps it from saving
         engine.ask("hit and miss", CAT, DOG)
         assert engine.encoder_runs(CAT) == 0
         assert engine.encoder_runs(DOG) == 1
