@@ -65,12 +65,13 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
             hierarchy.forget_all()
 
     residency = _make_residency(vllm_config, on_reset)
+    is_ready = _latched(board.attached)
     config = vllm_config.ec_transfer_config
     admission = Admission(
         hierarchy,
         identity,
         residency.__contains__,
-        board.attached,
+        is_ready,
         config.is_ec_consumer,
         settings.behaviour.staging_deadline_seconds,
     )
@@ -85,7 +86,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
             dtype=keys.dtype,
             is_producer=config.is_ec_producer,
             is_consumer=config.is_ec_consumer,
-            is_ready=board.attached,
+            is_ready=is_ready,
             log_interval_seconds=settings.behaviour.log_interval_seconds,
             closers=(identity.close, _populate_in_background(settings, segment, faults)),
         )
@@ -143,6 +144,18 @@ def _participants(vllm_config: "VllmConfig") -> int:
     """Ranks that run the encoder's hooks: tensor-parallel x prefill-context-parallel, in pipeline stage 0."""
     parallel = vllm_config.parallel_config
     return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
+
+
+def _latched(check: Callable[[], bool]) -> Callable[[], bool]:
+    """`check` until it says yes, and yes from then on: workers that have attached stay attached."""
+    passed = False
+
+    def latched() -> bool:
+        nonlocal passed
+        passed = passed or check()
+        return passed
+
+    return latched
 
 
 def _make_identity(vllm_config: "VllmConfig", settings: Settings) -> ModelIdentity:

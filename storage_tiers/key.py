@@ -59,6 +59,10 @@ class WantedItem:
         """Derives `chunk_hash`."""
         object.__setattr__(self, "chunk_hash", chunk_hash_of(self.mm_hash))
 
+    def __hash__(self) -> int:
+        """The name alone tells items apart but for collisions; hashing every field costs more than the look-up."""
+        return self.chunk_hash
+
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:

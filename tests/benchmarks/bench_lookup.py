@@ -20,8 +20,6 @@ REQUESTS = 1000
 PER_PASS = 100
 """Requests that one scheduling pass asks about."""
 BATCH_ITEMS = 8
-MANY_USES = 2_000
-"""Items that the batches use: more would be told to the disk anew, before the first are a minute old."""
 BURST = 32
 """Requests with an item below that arrive at once."""
 FILL_ITEMS = 500
@@ -86,7 +84,6 @@ def test_look_ups_among_many(rig: ConnectorRig, full_directory: Path) -> None:
         "µs",
         (
             f"{REQUESTS} requests each, passes of {PER_PASS}, through the connector's hooks",
-            "first use: the disk has to be told of it, at most once a minute, by an I/O thread",
             "what is on the device or on its way is asked for by ensure_cache_available only, as vLLM does",
             "below: first evicted from the pool; staged bytes are compared byte for byte",
         ),
@@ -105,14 +102,10 @@ def test_look_ups_among_many(rig: ConnectorRig, full_directory: Path) -> None:
 def _resident(rig: ConnectorRig, table: Table, items: int) -> None:
     stride = MANY // (REQUESTS * items)
     images = [[tiny_image((r * items + i) * stride + 1) for i in range(items)] for r in range(REQUESTS)]
-    each = f"new request with {items} item{'s' if items > 1 else ''}"
-    for use in ("first use", "in use"):
-        asking = Asking(rig, f"resident {use} {items}", images[: REQUESTS if items == 1 else MANY_USES // items])
-        table.add(f"resident, {use}, {each}", asking.ask(True), goal=GOAL)
-        rig.settle()
-        if use == "in use":
-            table.add("  the same requests again", asking.ask(True), goal=GOAL)
-        asking.finish()
+    asking = Asking(rig, f"resident {items}", images)
+    table.add(f"resident, new request with {items} item{'s' if items > 1 else ''}", asking.ask(True), goal=GOAL)
+    table.add("  the same requests again", asking.ask(True), goal=GOAL)
+    asking.finish()
 
 
 def _on_device(rig: ConnectorRig, table: Table) -> None:
@@ -120,13 +113,10 @@ def _on_device(rig: ConnectorRig, table: Table) -> None:
     for (image,) in images:
         assert rig.hierarchy.evict(rig.wanted(image, WIDTH))
         rig.residency.allocated(image.identifier)
-    for use in ("first use", "in use"):
-        asking = Asking(rig, f"device {use}", images)
-        table.add(f"on the device, {use}, new request", asking.ask(True, has_items=False), goal=GOAL)
-        rig.settle()
-        if use == "in use":
-            table.add("  the same requests again", asking.ask(True, has_items=False), goal=GOAL)
-        asking.finish()
+    asking = Asking(rig, "device", images)
+    table.add("on the device, new request", asking.ask(True, has_items=False), goal=GOAL)
+    table.add("  the same requests again", asking.ask(True, has_items=False), goal=GOAL)
+    asking.finish()
     rig.residency.freed({image.identifier for (image,) in images})
     assert rig.hierarchy.num_entries == MANY - REQUESTS, "what the device holds was staged all the same"
     asking = Asking(rig, "back", images)

@@ -294,6 +294,8 @@ def test_invariant_03_two_sizes_under_one_id_in_one_long_prompt(engine: EngineLo
 def test_invariant_03_two_sizes_under_one_id_in_two_chunks_with_evictions_between(tier: WatchedTier) -> None:
     with EngineLoop(EngineOptions(device_rows=16, batch_tokens=20), [tier]) as engine:
         engine.add("both", [mine("cat", rows=8), 20, Image("fox", rows=16), 20, mine("dog", rows=16)], max_tokens=2)
+        engine.run(until=lambda: len(engine.encoded) == 2)
+        engine.settle()  # the first one's bytes would be served by now
         engine.run()
         assert engine.ended["both"] in (FinishReason.LENGTH, FinishReason.ERROR)
         engine.ask("goes on", CAT)
