@@ -123,8 +123,8 @@ class Restarted:
     evicted: Seen
     events: list[ProbeEvent]
     files: int
-    left_in_shm: set[str]
-    """Segments that the killed server left behind."""
+    owned: set[str]
+    """Segments of the server that was killed, while it ran."""
     still_in_shm: set[str]
     """Those of them that are left after the next start."""
     restarted: Seen
@@ -151,13 +151,12 @@ def restart_scene(base: Path) -> Restarted:
     files, events, first_log = len(stored(directory)), first.events(), first.log()
     owned = segments(first)
     first.kill()
-    left = {name for name in owned if (SHM / name).exists()}
     hashes = [event.identifier for event in events if event.kind == "gathered"]
     for item, damage in ((0, _flip), (1, _cut), (2, _empty)):
         damage(_file_of(directory, hashes[item]))
     second = server(base / "server", how).start()
     try:
-        still = {name for name in left if (SHM / name).exists()}
+        still = {name for name in owned if (SHM / name).exists()}
         restarted = ask_all(second, [*range(3, 6), CLIP])
         damaged = ask_all(second, [0, 1, 2])
         ask_all(second, [3, 4, 5, CLIP])
@@ -167,7 +166,7 @@ def restart_scene(base: Path) -> Restarted:
     finally:
         second.stop()
     return Restarted(
-        cold, device_hit, evicted, events, files, left, still, restarted, damaged, after_damage, slow,
+        cold, device_hit, evicted, events, files, owned, still, restarted, damaged, after_damage, slow,
         first_log, second_log,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def test_a_damaged_file_is_a_miss_and_is_stored_anew(restarted: Restarted) -> No
 
 
 def test_the_segment_of_a_killed_engine_is_removed_by_the_next(restarted: Restarted) -> None:
-    assert len(restarted.left_in_shm) == 1
+    assert len(restarted.owned) == 1
     assert restarted.still_in_shm == set()
 
 
