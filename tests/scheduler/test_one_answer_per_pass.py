@@ -285,6 +285,7 @@ def test_invariant_03_two_sizes_under_one_id_in_one_long_prompt(engine: EngineLo
     """The second one's bytes are in the pool, and the first one is asked about."""
     engine.ask("cold", mine("dog", rows=second))
     engine.evict_device()
+    engine.settle()
     engine.add("both", [mine("cat", rows=first), 60, mine("dog", rows=second)])
     engine.run()
     assert engine.ended["both"] in (FinishReason.LENGTH, FinishReason.ERROR)  # vLLM itself refuses where it sees both
@@ -304,6 +305,7 @@ def test_invariant_03_two_sizes_under_one_id_in_two_chunks_with_evictions_betwee
 def test_invariant_03_two_sizes_under_one_id_in_two_requests_of_one_pass(engine: EngineLoop) -> None:
     engine.ask("cold", mine("dog", rows=16))
     engine.evict_device()
+    engine.settle()
     engine.add("one", [mine("cat", rows=8)])
     engine.add("two", [mine("dog", rows=16)])
     engine.run()
