@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 
 ROUNDS = 60
 POOL_BYTES = 256 << 20
+CACHES_BYTES = 64 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _MMAP_MAX_DEFAULT = 65536
 
@@ -40,6 +41,7 @@ class Resident:
         self.source = self.output.clone()
         self.target = torch.zeros_like(self.output)
         """Touched."""
+        self._other, self._another = torch.zeros(2, CACHES_BYTES, dtype=torch.uint8)
         self._asked = 0
         self._save()
         lease = rig.hierarchy.pin_resident(rig.wanted(self.image, WIDTH))
@@ -50,16 +52,17 @@ class Resident:
 
     def plain(self) -> Stopwatch:
         """Touched memory to touched memory."""
-        self.target.zero_()
+        self._forget()
         return timed(lambda: self.target.copy_(self.source))
 
     def plain_into_fresh(self) -> Stopwatch:
         """Into memory that the system has yet to provide."""
+        self._forget()
         return timed(lambda: torch.empty_like(self.source).copy_(self.source))
 
     def from_pool(self) -> Stopwatch:
         """What a load does, but for where its target comes from."""
-        self.target.zero_()
+        self._forget()
         attached = self.rig.worker_side._attached
         assert attached is not None
         took = timed(lambda: self.target.copy_(attached.at(self._transfer)))
@@ -75,6 +78,7 @@ class Resident:
         assert rig.scheduler.has_cache_item(self.image.identifier)
         rig.scheduler.update_state_after_alloc(request, 0)
         rig.worker.bind_connector_metadata(rig.end_pass())
+        self._forget()
         took = timed(lambda: rig.worker.start_load_caches(cache))
         rig.worker.clear_connector_metadata()
         assert same_bytes(cache[self.image.identifier], self.output)
@@ -82,6 +86,11 @@ class Resident:
         rig.end_pass(finished=[request])
         rig.residency.freed({self.image.identifier})
         return took
+
+    def _forget(self) -> None:
+        """Void the target, and what the processor's caches hold: each case would find something else in them."""
+        self.target.zero_()
+        self._other.copy_(self._another)
 
     def _save(self) -> None:
         rig, request = self.rig, request_for(f"save {self.image.rows}", self.image)
@@ -112,7 +121,7 @@ def test_restore_from_the_pool(rig: ConnectorRig) -> None:
             f"[rows, {WIDTH}] {DTYPE}, Qwen2.5-VL-7B; pool faulted in, shared memory in 4 KB pages",
             "touched: memory that exists; fresh: torch.empty, whose pages the kernel provides and zeroes in the copy",
             "malloc keeps memory: start_load_caches under mallopt(M_MMAP_MAX, 0), as tcmalloc and jemalloc do",
-            "each restored item compared bit for bit",
+            "caches are filled with other data before each copy; each restored item compared bit for bit",
         ),
         compared_with="plain copy, touched",
     )
