@@ -143,7 +143,7 @@ def test_restore_from_the_page_cache(buffered: dict[str, Stored], directory: Pat
             goal = GOAL if case.startswith("DiskTier") else None
             table.add(f"{size}: {case}", values, reference=samples["one plain preadv"], goal=goal)
         table.add(
-            f"{size}:   the same, ratio to pieces of 1 MiB",
+            f"{size}: DiskTier again, ratio to pieces of 1 MiB",
             samples["DiskTier.probe + read_into"],
             reference=samples["plain preadv, pieces of 1 MiB"],
             goal=GOAL,

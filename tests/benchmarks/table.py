@@ -134,10 +134,21 @@ class Table:
             "ratio_to": self.compared_with,
             "machine": on,
             "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "cases": {row.case.strip(): row.figures() for row in self.rows},
+            "cases": self._cases(),
         }
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False))
+
+    def _cases(self) -> dict[str, Any]:
+        """Figures by case; an indented one belongs to the one above it that is not."""
+        cases: dict[str, Any] = {}
+        above = ""
+        for row in self.rows:
+            above = above if row.case.startswith(" ") else row.case
+            name = row.case if row.case is above else f"{above}: {row.case.strip()}"
+            assert name not in cases, f"two rows are called {name!r}"
+            cases[name] = row.figures()
+        return cases
 
     def _scaled(self, samples: Samples) -> Samples:
         unit = UNITS[self.unit]
