@@ -47,12 +47,19 @@ class RequestedItem:
     wanted: WantedItem
     end: int
     """Position behind its last placeholder token: computed tokens beyond it need the item no more."""
-    has_tensor: bool
-    """Whether it could be encoded. A consumer may be sent items that only carry a size."""
+    data: Any
+    """vLLM's processed item, for `has_tensor`."""
     cacheable: bool
     lease: Lease | None = None
     missed: bool = False
     """It will be encoded for this request, whatever the tiers say later."""
+    _has_tensor: bool | None = field(init=False, default=None)
+
+    def has_tensor(self) -> bool:
+        """Whether it could be encoded. A consumer may be sent items that only carry a size. Found out when asked."""
+        if self._has_tensor is None:
+            self._has_tensor = not self.wanted.num_tokens or _has_tensor(self.data)
+        return self._has_tensor
 
     @property
     def asked(self) -> WantedItem | None:
@@ -201,7 +208,7 @@ class Admission:
         return RequestedItem(
             wanted=wanted,
             end=feature.mm_position.offset + feature.mm_position.length,
-            has_tensor=not wanted.num_tokens or _has_tensor(feature.data),
+            data=feature.data,
             cacheable=encoded and fingerprint is not None,
         )
 
@@ -254,14 +261,14 @@ class Admission:
         """
         if not self._is_on_device(item.wanted.mm_hash):
             return False
-        return item.has_tensor or all(
+        return item.has_tensor() or all(
             other.end <= num_computed_tokens or self._is_on_device(other.wanted.mm_hash) for other in record.items
         )
 
     def _miss(self, record: _Record, item: RequestedItem) -> None:
         self._release(item)
         item.missed = True
-        if not item.has_tensor:
+        if not item.has_tensor():
             # Encoding it would end the engine: the client sent a size and no pixels. vLLM fails the request instead.
             self.counts["unavailable"] += 1
             record.unavailable = True

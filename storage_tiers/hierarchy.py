@@ -119,7 +119,7 @@ class TierHierarchy:
             used, self._used = self._used, set()
             self._io.submit_write(partial(self._lower.touch, used))
 
-    def acquire(self, wanted: WantedItem, can_be_encoded: bool = True) -> Lease | None:
+    def acquire(self, wanted: WantedItem, can_be_encoded: Callable[[], bool] = lambda: True) -> Lease | None:
         """Claim an item for a request, starting a restore where it may be below. None is a miss. Step thread.
 
         Without `can_be_encoded` no restore is too slow: there is no other way to the bytes.
@@ -309,10 +309,10 @@ class TierHierarchy:
             entry.claims += 1
         return Lease(entry, is_claim)
 
-    def _start_staging(self, wanted: WantedItem, can_be_encoded: bool) -> Lease | None:
+    def _start_staging(self, wanted: WantedItem, can_be_encoded: Callable[[], bool]) -> Lease | None:
         if not self._lower or not self._may_be_below(wanted):
             return self._missed("absent")
-        if can_be_encoded and self._is_slower_than_encoding(wanted):
+        if self._is_slower_than_encoding(wanted) and can_be_encoded():
             return self._missed("slower_than_encoding")
         entry = self._insert(wanted, EntryState.STAGING)
         lease = self._lease(entry, is_claim=True)

@@ -33,6 +33,15 @@ logging.getLogger("lmcache.v1.memory_management").setLevel(logging.ERROR)
 class _SegmentMemoryObj(TensorMemoryObj):
     """LMCache's object with a finalizer that neither logs nor takes a lock, and works while the interpreter exits."""
 
+    @property
+    def raw_data(self) -> torch.Tensor:
+        """Sliced when asked for: hardly anybody does, and it would be a good part of what allocating costs."""
+        return self._pool[self.meta.address : self.meta.address + self.meta.phy_size]
+
+    @raw_data.setter
+    def raw_data(self, pool: torch.Tensor) -> None:
+        self._pool = pool
+
     def __del__(self) -> None:
         self.parent_allocator.free(self)
 
@@ -148,6 +157,6 @@ class SegmentMemoryAllocator(MemoryAllocatorInterface):
             shapes=shapes,
             dtypes=dtypes,
         )
-        memory_obj = _SegmentMemoryObj(self._bytes[offset : offset + size], meta, self)
+        memory_obj = _SegmentMemoryObj(self._bytes, meta, self)
         self._outstanding[id(memory_obj)] = offset
         return memory_obj
