@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM talks to: `LMCacheNeuronECConnector`, and `register`, the `vllm.general_plugins` entry point.
+"""What vLLM talks to: the connector, the block-aware manager, and `register`, the `vllm.general_plugins` entry point.
 
 Imports nothing until it is asked to, so that `register` costs nothing in processes that have no use for it.
 """
@@ -7,11 +7,13 @@ Imports nothing until it is asked to, so that `register` costs nothing in proces
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from connector.block_aware_manager import BlockAwareEncoderCacheManager
     from connector.ec_connector import LMCacheNeuronECConnector
 
-__all__ = ["LMCacheNeuronECConnector", "register"]
+__all__ = ["BlockAwareEncoderCacheManager", "LMCacheNeuronECConnector", "register"]
 
 CONNECTOR_NAME = "LMCacheNeuronECConnector"
+MANAGER_NAME = "BlockAwareEncoderCacheManager"
 
 
 def register() -> None:
@@ -27,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from connector.ec_connector import LMCacheNeuronECConnector
 
         return LMCacheNeuronECConnector
+    if name == MANAGER_NAME:
+        from connector.block_aware_manager import BlockAwareEncoderCacheManager
+
+        return BlockAwareEncoderCacheManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,6 +55,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     segment, board = _make_segment(vllm_config, settings)
     hierarchy = _make_hierarchy(settings, segment, board, keys, faults)
     _log_start(settings, identity, segment, keys)
+    _warn_of_missing_flags(vllm_config, settings)
 
     def on_reset() -> None:
         # Called by the manager, which is built after `side`.
@@ -111,6 +112,9 @@ def build_worker_side(vllm_config: "VllmConfig") -> WorkerSide:
             device=_device_of(current_platform),
             save_queue_bytes=settings.behaviour.save_queue_bytes,
             populate_pool=settings.behaviour.populate_pool,
+            save_bytes_per_step=settings.behaviour.save_bytes_per_step,
+            max_dirty_seconds=settings.behaviour.max_dirty_seconds,
+            spill_on_evict=settings.behaviour.spill_policy == "on_evict",
             takes_part=get_pp_group().is_first_rank,
         )
     )
@@ -250,6 +254,31 @@ def _device_of(platform: Any) -> Any:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _warn_of_missing_flags(vllm_config: "VllmConfig", settings: Settings) -> None:
+    """Device blocks take two flags of `vllm serve`; one of them alone works, and loses something."""
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    counts_blocks = str(getattr(manager, "encoder_cache_manager_cls", None)).endswith("BlockAwareEncoderCacheManager")
+    has_blocks = str(vllm_config.parallel_config.worker_cls).endswith("BlockCacheWorker")
+    if has_blocks and not counts_blocks:
+        logger.warning(
+            "Encoder cache: the worker keeps items in device blocks, and the scheduler counts embeddings: it admits "
+            "more than the blocks hold, and what finds no block takes memory beside them. Add --ec-manager-config "
+            """'{"encoder_cache_manager_cls": "connector.BlockAwareEncoderCacheManager"}'."""
+        )
+    elif counts_blocks and not has_blocks:
+        logger.warning(
+            "Encoder cache: the scheduler counts blocks of %d tokens, and the worker keeps plain tensors: the cache "
+            "holds fewer items than it could. Add --worker-cls connector.workers.BlockCacheWorker, or drop "
+            "--ec-manager-config.",
+            settings.behaviour.device_block_size,
+        )
+    if settings.behaviour.spill_policy == "on_evict" and not has_blocks:
+        logger.warning(
+            "Encoder cache: spill_policy on_evict takes device blocks (--worker-cls "
+            "connector.workers.BlockCacheWorker); without them new items are saved at once, as with write_behind."
+        )
 
 
 def _log_start(settings: Settings, identity: ModelIdentity, segment: SharedSegment, keys: KeySpace) -> None:

@@ -83,15 +83,11 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
     def create_manager(cls, *, cache_size: int, vllm_config: "VllmConfig") -> "ReportingEncoderCacheManager":
         """Called by vLLM's scheduler. `cache_size` in embeddings."""
         manager = cls(cache_size=cache_size)
-        token = vllm_config.ec_manager_config.manager_config.get(TOKEN_KEY, "")
-        residency = _residencies.get(token)
-        if residency is not None:
-            residency.bind(manager)
-        manager._residency = residency
+        manager._report_as_configured(vllm_config)
         return manager
 
     def __init__(self, cache_size: int) -> None:
-        """`cache_size` in embeddings. Made by `create_manager`."""
+        """`cache_size` in embeddings, or in what `_slots_for` counts. Made by `create_manager`."""
         super().__init__(cache_size)
         self._residency: DeviceResidency | None = None
 
@@ -106,24 +102,42 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
         references = self.cached.pop(mm_hash, None)
         if references is None:
             return
-        num_embeds = self.num_embeds_by_hash.pop(mm_hash)
-        self.num_free_slots += num_embeds
+        slots = self._slots_for(self.num_embeds_by_hash.pop(mm_hash))
+        self.num_free_slots += slots
         if self.freeable.pop(mm_hash, None) is None:
-            self.num_freeable_slots += num_embeds
+            self.num_freeable_slots += slots
+        # The device holds it all the same if it was evicted and allocated again in this pass: that kept its tensor.
+        self.freed.append(mm_hash)
         for request_id in references:
             logger.warning("Request %s refers to encoder item %s, whose encoding was taken back", request_id, mm_hash)
+
+    def _slots_for(self, num_embeds: int) -> int:
+        """What an item of so many embeddings counts for in the capacity."""
+        return num_embeds
+
+    def _report_as_configured(self, vllm_config: "VllmConfig") -> None:
+        """Report to the residency whose token is in the manager's configuration, if there is one."""
+        residency = _residencies.get(vllm_config.ec_manager_config.manager_config.get(TOKEN_KEY, ""))
+        if residency is not None:
+            residency.bind(self)
+        self._residency = residency
 
 
 def install_reporting_manager(vllm_config: "VllmConfig", residency: DeviceResidency) -> bool:
     """Have the scheduler that is being built use a manager that reports to `residency`.
 
-    False, and nothing changed, where vLLM takes no manager class (0.24) or the user has named one.
+    A class that the user has named is kept, and reports if it is one of ours. False, and nothing changed, where vLLM
+    takes no manager class (0.24) or the user's cannot report. Raises what vLLM would for a name that leads nowhere.
     """
     config: Any = getattr(vllm_config, "ec_manager_config", None)
-    if config is None or config.encoder_cache_manager_cls is not None:
+    if config is None:
+        return False
+    named = config.get_encoder_cache_manager_obj()
+    if named is None:
+        config.encoder_cache_manager_cls = f"{__name__}.{ReportingEncoderCacheManager.__name__}"
+    elif not (isinstance(named, type) and issubclass(named, ReportingEncoderCacheManager)):
         return False
     token = uuid.uuid4().hex
     _residencies[token] = residency
-    config.encoder_cache_manager_cls = f"{__name__}.{ReportingEncoderCacheManager.__name__}"
     config.manager_config = {**config.manager_config, TOKEN_KEY: token}
     return True

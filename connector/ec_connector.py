@@ -4,7 +4,7 @@
 Nothing else may enter. A hook that vLLM's version does not call is not missed, and arguments it adds are ignored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from connector.scheduler_side import SchedulerSide
     from connector.worker_side import EncoderCache, WorkerSide
+    from storage_tiers.block_mapping import BlockMapping
 
 __all__ = ["LMCacheNeuronECConnector"]
 
@@ -78,6 +79,14 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepPlan):
             self._guarded("bind", None, self._of_worker().bind, connector_metadata)
+
+    def before_step(self, plan: ECConnectorMetadata, freed: Collection[str], blocks: "BlockMapping") -> None:
+        """For the worker hook, ahead of the runner's step: spill, free and restore in device blocks.
+
+        Not guarded, as `start_load_caches`.
+        """
+        if isinstance(plan, StepPlan):
+            self._of_worker().before_step(plan, freed, blocks)
 
     def start_load_caches(self, encoder_cache: "EncoderCache", *_: Any, **__: Any) -> None:
         """Copy the plan's items into the runner's cache. Not guarded: without them the step would be wrong."""

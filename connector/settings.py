@@ -83,6 +83,35 @@ class BehaviourSettings(BaseModel):
         ge=1,
         description="Bytes of encoder outputs that a worker's copy thread may hold; what comes on top is not saved.",
     )
+    spill_policy: Literal["write_behind", "on_evict"] = Field(
+        default="write_behind",
+        description="When an item in device blocks is saved: soon after it was encoded, or when it leaves the device "
+        "or has been there unsaved for max_dirty_seconds. Without the worker hook always write_behind.",
+    )
+    max_dirty_seconds: float = Field(
+        default=30.0, gt=0, description="Longest time that an item in device blocks stays unsaved."
+    )
+    save_bytes_per_step: int = Field(
+        default=256 * 1024**2,
+        ge=1,
+        description="Bytes of new items in device blocks that one step may hand to the copy thread; the rest waits.",
+    )
+    device_copy: Literal["auto", "eager", "side_stream", "compiled_scatter"] = Field(
+        default="auto", description="How bytes move between host memory and device blocks."
+    )
+    device_min_hold_ms: float = Field(
+        default=0.0,
+        ge=0,
+        description="Least time between an item's last write or load and the reuse of its blocks, for remote readers.",
+    )
+    device_block_size: int = Field(
+        default=256, ge=1, description="Tokens of one device block; an item takes whole blocks."
+    )
+    device_num_blocks: int | None = Field(
+        default=None,
+        ge=2,
+        description="Device blocks, the scratch block included; null: enough for the scheduler's encoder cache size.",
+    )
     transfer_slots: int = Field(
         default=4096, ge=64, le=65536, description="Copies between device and pool that may be outstanding at once."
     )
@@ -253,6 +282,7 @@ def _message(location: tuple[int | str, ...], message: str, given: Mapping[str, 
 def _allowed(name: str) -> str:
     """What the behaviour setting `name` can be, in words, read from the model."""
     schema = BehaviourSettings.model_json_schema()["properties"][name]
+    schema = schema.get("anyOf", [schema])[0]  # of a setting that can be null: what else it can be
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if "pattern" in schema:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from connector.copy_thread import CopyThread
 from connector.step_plan import StepPlan, Transfer
+from storage_tiers.block_mapping import BlockMapping, ItemSource
 from storage_tiers.faults import FaultLog
 from storage_tiers.shared_segment import SharedSegment, find_live_segment
 from storage_tiers.transfer_board import RankGauge, RankView, TransferBoard, TransferStatus
@@ -42,6 +43,12 @@ class WorkerOptions:
     device: torch.device
     save_queue_bytes: int
     populate_pool: bool
+    save_bytes_per_step: int = 256 << 20
+    """Bytes of items in blocks that one step hands to the copy thread as due; the rest waits for later steps."""
+    max_dirty_seconds: float = 30.0
+    """Longest time that an item in blocks waits for its copy."""
+    spill_on_evict: bool = False
+    """Whether items in blocks are copied when they leave the device or grow old, instead of soon."""
     takes_part: bool = True
     """False on later pipeline stages, where no encoder runs: they attach to nothing and ignore plans."""
 
@@ -69,6 +76,8 @@ class WorkerSide:
         self._attach_lock = threading.Lock()
         self._plan: StepPlan | None = None
         self._saves: dict[str, Transfer] = {}
+        self._loaded_plan = 0
+        self._save_allowance = 0
         self._encode_started: float | None = None
         self._gauges = dict.fromkeys(RankGauge, 0.0)
         self._copies = CopyThread(options.save_queue_bytes, self._place_of, self._finish_save, self._faults)
@@ -84,6 +93,9 @@ class WorkerSide:
         if not self._options.takes_part:
             return
         self._plan = plan
+        self._save_allowance = self._options.save_bytes_per_step
+        if not self._options.spill_on_evict:
+            self._copies.expedite(self._save_allowance)
         if self._attached is None:
             self._attach(plan.segment)
         self._saves = {save.mm_hash: save for save in plan.saves} if self._options.rank == 0 else {}
@@ -94,19 +106,44 @@ class WorkerSide:
 
         Raises RuntimeError when the segment is out of reach: this step cannot be run without those items.
         """
-        if self._plan is None or not self._plan.loads:
+        if self._plan is not None and self._plan.number != self._loaded_plan:
+            self._load(self._plan, encoder_cache)
+        self._encode_started = time.perf_counter() if self._saves else None
+
+    def before_step(self, plan: StepPlan, freed: Collection[str], blocks: BlockMapping) -> None:
+        """For the worker hook, ahead of the runner's step: spill what is evicted, free it, restore the plan's loads.
+
+        `freed` are the hashes that the scheduler has evicted. Raises what `load` raises.
+        """
+        if not self._options.takes_part:
+            return
+        if freed:
+            self._copies.spill(set(freed))
+            for mm_hash in freed:
+                blocks.discard(mm_hash)
+        if plan.loads:
+            if self._attached is None:
+                self._attach(plan.segment)
+            self._load(plan, blocks)
+
+    def _load(self, plan: StepPlan, encoder_cache: EncoderCache) -> None:
+        if not plan.loads:
             return
         attached = self._attached
         if attached is None:
-            raise RuntimeError(f"a load was planned, but the shared segment {self._plan.segment} cannot be attached")
+            raise RuntimeError(f"a load was planned, but the shared segment {plan.segment} cannot be attached")
         started = time.perf_counter()
-        for load in self._plan.loads:
-            target = torch.empty(load.shape, dtype=load.dtype, device=self._options.device)
-            encoder_cache[load.mm_hash] = target.copy_(attached.at(load))
+        for load in plan.loads:
+            source = attached.at(load)
+            if isinstance(encoder_cache, BlockMapping):
+                encoder_cache.load(load.mm_hash, source, self._options.device)
+            else:
+                target = torch.empty(load.shape, dtype=load.dtype, device=self._options.device)
+                encoder_cache[load.mm_hash] = target.copy_(source)
             attached.board.set_status(load.slot, TransferStatus.DONE)
-        self._count(RankGauge.LOADED_BYTES, sum(load.nbytes for load in self._plan.loads))
+        self._loaded_plan = plan.number
+        self._count(RankGauge.LOADED_BYTES, sum(load.nbytes for load in plan.loads))
         self._count(RankGauge.LOAD_SECONDS, time.perf_counter() - started)
-        self._encode_started = time.perf_counter() if self._saves else None
 
     def save(self, encoder_cache: EncoderCache, mm_hash: str) -> None:
         """Queue the copy of a freshly encoded item into the pool, if the plan asks for it. Copies nothing itself."""
@@ -115,14 +152,16 @@ class WorkerSide:
         attached = self._attached
         if save is None or attached is None:
             return
-        tensor = encoder_cache[mm_hash]
-        if tuple(tensor.shape) != save.shape or tensor.dtype != save.dtype:
-            got = f"{tensor.dtype}{list(tensor.shape)}"
+        source = _source_of(encoder_cache, mm_hash)
+        if not _is_as_planned(source, save):
+            source.release()
+            got = " + ".join(f"{view.dtype}{list(view.shape)}" for view in source.views)
             self._faults.report("device", "unexpected_shape", f"{mm_hash}: {got}, planned {save.dtype}{save.shape}")
             self._finish_save(save, succeeded=False)
             return
         attached.board.set_status(save.slot, TransferStatus.DEFERRED)
-        if not self._copies.submit(save, tensor):
+        if not self._copies.submit(save, source, self._delay_of(save, source)):
+            source.release()
             self._faults.report("device", "save_queue_full", f"{save.nbytes} bytes of {mm_hash}")
             self._finish_save(save, succeeded=False)
 
@@ -146,6 +185,14 @@ class WorkerSide:
         attached, self._attached = self._attached, None
         if attached is not None and not left:
             attached.segment.close()
+
+    def _delay_of(self, save: Transfer, source: ItemSource) -> float:
+        """Seconds that a copy may wait: in blocks it keeps no memory alive that is not there anyway."""
+        if not source.in_blocks:
+            return 0.0
+        self._save_allowance -= save.nbytes
+        is_due = not self._options.spill_on_evict and self._save_allowance > -save.nbytes
+        return 0.0 if is_due else self._options.max_dirty_seconds
 
     # -- Attaching --------------------------------------------------------------------------------------------------
 
@@ -217,3 +264,16 @@ class WorkerSide:
             return
         seconds = time.perf_counter() - started
         self._attached.board.set_gauge(RankGauge.ENCODE_SECONDS_PER_TOKEN, seconds / tokens)
+
+
+def _source_of(encoder_cache: EncoderCache, mm_hash: str) -> ItemSource:
+    if isinstance(encoder_cache, BlockMapping):
+        return encoder_cache.source_of(mm_hash)
+    return ItemSource((encoder_cache[mm_hash],))
+
+
+def _is_as_planned(source: ItemSource, save: Transfer) -> bool:
+    """Whether its views, one below the other, are of the planned shape and dtype."""
+    if any(view.ndim != 2 or view.shape[1] != save.width or view.dtype != save.dtype for view in source.views):
+        return False
+    return sum(len(view) for view in source.views) == save.num_tokens

@@ -40,3 +40,10 @@ def tensor_parallel() -> scenes.TensorParallel:
 def disaggregated() -> scenes.Disaggregated:
     """A producer, then a consumer."""
     return scenes.disaggregated_scene(_fresh("disaggregated"))
+
+
+@pytest.fixture(scope="session")
+def in_blocks(plain: scenes.Seen, plain_server: VllmServer) -> scenes.InBlocks:
+    """A device cache in blocks. `plain` comes first: it counts what a server encodes that has seen nothing."""
+    assert plain.runs
+    return scenes.blocks_scene(_fresh("blocks"), plain_server)

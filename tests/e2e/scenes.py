@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from tests.engine.checkpoint import checkpoint
 from tests.engine.client import Answer, ServerError
 from tests.engine.encoder_probe import ProbeEvent
-from tests.engine.media import clip, photographs
+from tests.engine.media import PHOTOGRAPHS, clip, photographs
 from tests.engine.server import ROOT, ServerOptions, VllmServer
 
 MODELS = ROOT / "build" / "models"
@@ -40,18 +42,21 @@ class Seen:
         return sum(self.runs.values())
 
 
-def options(role: str | None, directory: Path, **overrides: Any) -> ServerOptions:
-    """A server with the connector in `role` on `directory`, or without a connector."""
+def options(
+    role: str | None, directory: Path, extra: Mapping[str, Any] | None = None, **overrides: Any
+) -> ServerOptions:
+    """A server with the connector in `role` on `directory`, with settings in `extra`; or without a connector."""
     if role is None:
         return ServerOptions(**overrides)
-    extra = {
+    settings = {
         "max_local_cpu_size": 0.25,
         "local_disk": str(directory),
         "max_local_disk_size": 1.0,
         "log_interval_seconds": 1.0,
         "skip_slow_restores": False,
+        **(extra or {}),
     }
-    config = {"ec_connector": "LMCacheNeuronECConnector", "ec_role": role, "ec_connector_extra_config": extra}
+    config = {"ec_connector": "LMCacheNeuronECConnector", "ec_role": role, "ec_connector_extra_config": settings}
     return ServerOptions(ec_transfer_config=config, **overrides)
 
 
@@ -280,3 +285,45 @@ def _encode_only(producer: VllmServer, item: int) -> None:
     """A producer generates nothing worth reading: what it answers is not looked at."""
     with contextlib.suppress(ServerError):
         ask(producer, item, max_tokens=1)
+
+
+BLOCK_ITEMS = 20
+"""Pictures of 256 and 225 tokens: five times what the device holds."""
+
+
+@dataclass
+class InBlocks:
+    """A server whose device cache lies in blocks, asked for far more than it holds."""
+
+    answers: list[tuple[int, Answer]]
+    """Item and answer, in the order of the questions: each item three times."""
+    plain: dict[int, Answer]
+    """By item, from the server without a connector."""
+    runs: int
+    events: list[ProbeEvent]
+    log: str
+
+
+def blocks_scene(base: Path, plain: VllmServer) -> InBlocks:
+    """Every item three times, in random order, on a device that holds four of them."""
+    how = options(
+        "ec_both",
+        base / "cache",
+        extra={"device_block_size": 64},
+        arguments=[
+            "--worker-cls", "connector.workers.BlockCacheWorker",
+            "--ec-manager-config", json.dumps({"encoder_cache_manager_cls": "connector.BlockAwareEncoderCacheManager"}),
+        ],
+    )  # fmt: skip
+    order = [item for item in range(BLOCK_ITEMS) for _ in range(3)]
+    random.Random(3).shuffle(order)
+    with server(base / "server", how) as running:
+        answers = [(item, _ask_block_item(running, item)) for item in order]
+        runs, events, log = running.encoder_runs(), running.events(), running.log()
+    expected = {item: _ask_block_item(plain, item) for item in range(BLOCK_ITEMS)}
+    return InBlocks(answers, expected, runs, events, log)
+
+
+def _ask_block_item(running: VllmServer, item: int) -> Answer:
+    distinct = photographs(len(PHOTOGRAPHS)) + photographs(BLOCK_ITEMS - len(PHOTOGRAPHS), side=480)
+    return running.chat("What is it?", images=[distinct[item]])

@@ -37,12 +37,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import connector
-from connector import assembly
+from connector import assembly, block_geometry
+from connector.block_geometry import geometry_of
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.scheduler_side import SchedulerSide
 from connector.settings import Settings
 from connector.step_plan import StepPlan
 from connector.worker_side import WorkerOptions, WorkerSide
+from connector.workers import _make_blocks
+from storage_tiers.block_mapping import BlockMapping
 from storage_tiers.entry import Entry, EntryState
 from storage_tiers.faults import FaultLog
 from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
@@ -84,6 +87,10 @@ class EngineOptions:
     """Over the tests' own tiers: whether estimates of time decide, which depend on the machine."""
     manager: str | None = None
     """Class of the encoder cache manager, as a user would name it; None leaves it to the connector."""
+    largest_item: int | None = None
+    """Rows of the largest item that the engine admits; None: unknown."""
+    in_blocks: bool = False
+    """Whether the device's cache lies in blocks of `settings["device_block_size"]` tokens, as with the worker hook."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """More fields of vLLM's SchedulerConfig."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +161,8 @@ def vllm_config(options: EngineOptions = EngineOptions()) -> VllmConfig:
     if transfer.is_ec_producer:
         transfer.mm_encoder_output_widths = {"image": WIDTH, "video": WIDTH}
     config.ec_manager_config.encoder_cache_manager_cls = options.manager
+    if options.in_blocks:
+        config.parallel_config.worker_cls = "connector.workers.BlockCacheWorker"
     return config
 
 
@@ -392,9 +401,18 @@ class EngineLoop:
             build = partial(self._worker_side, rank)
             with mock.patch.object(assembly, "build_worker_side", build):
                 made = ECConnectorFactory.create_connector(self.vllm_config, ECConnectorRole.WORKER)
-            self.runners.append(RunnerStandIn(made, self.told))
+            self.runners.append(RunnerStandIn(made, self.told, self._block_mapping()))
         for runner in self.runners:
             wait_until(lambda runner=runner: runner.connector._worker._attached, "a worker has attached")
+
+    def _block_mapping(self) -> BlockMapping | None:
+        """What `workers.install_block_mapping` puts into a runner."""
+        if not self.options.in_blocks:
+            return None
+        behaviour = assembly._settings_of(self.vllm_config).behaviour
+        with _largest_item(self.options):
+            geometry = geometry_of(self.vllm_config, behaviour, self.options.device_rows)
+        return BlockMapping(partial(_make_blocks, geometry, behaviour, torch.device("cpu")), FaultLog())
 
     def close(self) -> None:
         """Stop as vLLM does: the workers first, then the scheduler."""
@@ -425,6 +443,9 @@ class EngineLoop:
                 device=torch.device("cpu"),
                 save_queue_bytes=behaviour.save_queue_bytes,
                 populate_pool=False,
+                save_bytes_per_step=behaviour.save_bytes_per_step,
+                max_dirty_seconds=behaviour.max_dirty_seconds,
+                spill_on_evict=behaviour.spill_policy == "on_evict",
             )
         )
 
@@ -443,6 +464,7 @@ class EngineLoop:
             # vLLM's own budget asks the model's processor, and is never below the largest video.
             mock.patch.object(scheduler_module, "MultiModalBudget", lambda *_, **__: budget),
             mock.patch.object(assembly, "_make_hierarchy", hierarchy),
+            _largest_item(options),
         ):
             return kind(
                 vllm_config=self.vllm_config,
@@ -450,6 +472,11 @@ class EngineLoop:
                 structured_output_manager=StructuredOutputManager(self.vllm_config),
                 block_size=options.block_size,
             )
+
+
+def _largest_item(options: EngineOptions) -> Any:
+    """VLLM would ask the model's processor, which takes a tokenizer."""
+    return mock.patch.object(block_geometry, "_largest_item_tokens", lambda *_: options.largest_item)
 
 
 def _make_hierarchy(

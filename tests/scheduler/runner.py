@@ -8,6 +8,7 @@ pixels, and a hash that is not in the cache when its rows are gathered.
 
 import pickle
 from collections import Counter
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ECConnectorOutput, ModelRunnerOutput
 
+from connector.workers import run_plan
+from storage_tiers.block_mapping import BlockMapping
 from tests.scheduler.items import Image, encode, pixels_of, seed_of
 
 SAMPLED_TOKEN = 3
@@ -41,11 +44,13 @@ class Told:
 
 
 class RunnerStandIn:
-    """One rank. Its cache is a dictionary, as the V1 runner's is."""
+    """One rank. Its cache is a dictionary, as the V1 runner's is, or the mapping that our worker class puts there."""
 
-    def __init__(self, connector: ECConnectorBase, told: Told) -> None:
+    def __init__(self, connector: ECConnectorBase, told: Told, blocks: BlockMapping | None = None) -> None:
+        """With `blocks`, the cache lies in device blocks, and each step begins as the worker hook begins it."""
         self.connector = connector
-        self.encoder_cache: dict[str, torch.Tensor] = {}
+        self.blocks = blocks
+        self.encoder_cache: MutableMapping[str, torch.Tensor] = {} if blocks is None else blocks
         self.encoded: Counter[str] = Counter()
         """Runs of the encoder by identifier."""
         self.gathered: list[tuple[str, str]] = []
@@ -58,6 +63,8 @@ class RunnerStandIn:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
+        if self.blocks is not None:
+            output = run_plan(output, self.connector, self.blocks)
         self._update_states(output)
         if not self.connector.is_consumer:
             self._with_connector(output, gather=False)

@@ -198,8 +198,8 @@ def test_a_request_for_an_item_that_is_being_saved_waits_for_it(engine: EngineLo
         engine.step()
     assert engine.state_of(CAT) is EntryState.SAVING
     assert "warm" not in engine.ended
-    for save, source in held:
-        assert worker._copies.submit(save, source)
+    for copy in held:
+        assert worker._copies.submit(*copy)
     engine.run()
     assert engine.encoder_runs(CAT) == 1
 

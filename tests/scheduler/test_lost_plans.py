@@ -314,9 +314,9 @@ def test_invariant_07_memory_of_a_deferred_save_returns_by_its_status_and_not_be
     engine.ledger.poll()
     assert engine.ledger.num_outstanding == 2
     assert engine.pool.used_bytes == 2 * PAGE_BYTES
-    save, source = held[0]
+    save, source, *_ = held[0]
     assert save.mm_hash == CAT.identifier
-    worker._place_of(save).copy_(source)
+    worker._place_of(save).copy_(source.views[0])
     worker._finish_save(save, succeeded=True)
     wait_until(lambda: engine.state_of(CAT) is EntryState.RESIDENT, "the status was seen")
     worker._finish_save(held[1][0], succeeded=False)
@@ -415,7 +415,7 @@ def test_invariant_13_save_caches_without_a_plan_or_an_entry_in_it_returns_quiet
 def test_invariant_13_a_full_queue_of_copies_is_a_failed_save_and_no_error(tier: WatchedTier) -> None:
     with EngineLoop(EngineOptions(settings={"save_queue_bytes": 1}), [tier]) as engine:
         copies = engine.runners[0].connector._worker._copies
-        with mock.patch.object(copies, "_queued_bytes", 1):
+        with mock.patch.object(copies, "_kept_bytes", 1):
             engine.ask("cold", CAT)
         engine.settle()
         assert engine.ledger.counts() == {"save_copy_failed": 1}
