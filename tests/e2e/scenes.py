@@ -302,15 +302,21 @@ class InBlocks:
     runs: int
     events: list[ProbeEvent]
     log: str
+    files_before: int
+    """Items on the disk while the server ran: what has left the device."""
+    files_after: int
+    """Items on the disk after it was asked to end."""
 
 
 def blocks_scene(base: Path, plain: VllmServer) -> InBlocks:
-    """Every item three times, in random order, on a device that holds four of them."""
+    """Every item three times, in random order, on a device that holds four of them; saved only as they leave it."""
+    directory = base / "cache"
     how = options(
         "ec_both",
-        base / "cache",
-        extra={"device_block_size": 64},
+        directory,
+        extra={"device_block_size": 64, "spill_policy": "on_evict", "max_dirty_seconds": 3600.0},
         arguments=[
+            "--shutdown-timeout", "10",
             "--worker-cls", "connector.workers.BlockCacheWorker",
             "--ec-manager-config", json.dumps({"encoder_cache_manager_cls": "connector.BlockAwareEncoderCacheManager"}),
         ],
@@ -319,9 +325,12 @@ def blocks_scene(base: Path, plain: VllmServer) -> InBlocks:
     random.Random(3).shuffle(order)
     with server(base / "server", how) as running:
         answers = [(item, _ask_block_item(running, item)) for item in order]
-        runs, events, log = running.encoder_runs(), running.events(), running.log()
+        assert wait_until(lambda: len(stored(directory)) >= BLOCK_ITEMS - 4)
+        runs, events, before = running.encoder_runs(), running.events(), len(stored(directory))
+        running.stop(grace_s=30.0)
+        log = running.log()
     expected = {item: _ask_block_item(plain, item) for item in range(BLOCK_ITEMS)}
-    return InBlocks(answers, expected, runs, events, log)
+    return InBlocks(answers, expected, runs, events, log, before, len(stored(directory)))
 
 
 def _ask_block_item(running: VllmServer, item: int) -> Answer:

@@ -27,6 +27,11 @@ def test_what_the_model_is_given_is_what_the_encoder_made(in_blocks: InBlocks) -
     assert set(gathered) == encoded
 
 
+def test_dirty_items_are_flushed_at_a_stop(in_blocks: InBlocks) -> None:
+    assert BLOCK_ITEMS - 4 <= in_blocks.files_before <= BLOCK_ITEMS
+    assert in_blocks.files_after == BLOCK_ITEMS
+
+
 def test_the_cache_lies_in_blocks_and_neither_flag_is_missed(in_blocks: InBlocks) -> None:
     assert "16 blocks of 64 tokens" in in_blocks.log
     assert "no_free_blocks" not in in_blocks.log
