@@ -379,7 +379,9 @@ def _origin_of_direct_io(extra: Given) -> str:
 
 
 def in_words(name: str, value: Any) -> str:
-    """`value` with the unit that `name` ends on, for people. Any thread."""
+    """`value` with the unit that `name` ends on, for people; a number left to us is "auto". Any thread."""
+    if value is None:
+        return "auto"
     if isinstance(value, bool):
         return "true" if value else "false"
     if name.endswith("_bytes"):
