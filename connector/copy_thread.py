@@ -7,7 +7,7 @@ Knows tensors, where they go and when. What a copy is for, and who is told of it
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,14 @@ class CopyThread:
                 slot, copy = self._due_later.popitem(last=False)
                 self._due_now[slot] = copy
                 left -= copy.save.nbytes
+            self._changed.notify()
+
+    def expedite_all_but(self, kept: Container[str]) -> None:
+        """Make the copies of items that are not in `kept` due: nothing but the copy holds their blocks. Step thread."""
+        with self._changed:
+            for slot, copy in list(self._due_later.items()):
+                if copy.save.mm_hash not in kept:
+                    self._due_now[slot] = self._due_later.pop(slot)
             self._changed.notify()
 
     def spill(self, mm_hashes: Collection[str]) -> int:

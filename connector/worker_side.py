@@ -80,6 +80,7 @@ class WorkerSide:
         self._save_allowance = 0
         self._encode_started: float | None = None
         self._gauges = dict.fromkeys(RankGauge, 0.0)
+        self._gauges_lock = threading.Lock()
         self._copies = CopyThread(options.save_queue_bytes, self._place_of, self._finish_save, self._faults)
         self._stopping = threading.Event()
         self._attacher = threading.Thread(target=self._attach_when_found, name="ec-attach", daemon=True)
@@ -121,6 +122,8 @@ class WorkerSide:
             self._copies.spill(set(freed))
             for mm_hash in freed:
                 blocks.discard(mm_hash)
+        if blocks.blocks is not None and blocks.blocks.num_held_blocks:
+            self._copies.expedite_all_but(blocks)  # a reset frees without a word to us
         if plan.loads:
             if self._attached is None:
                 self._attach(plan.segment)
@@ -248,10 +251,12 @@ class WorkerSide:
             self._count(RankGauge.SAVE_FAILURES, 1)
 
     def _count(self, which: RankGauge, amount: float) -> None:
-        """Add to a gauge that counts since start. One thread counts each, but for SAVE_FAILURES: two at worst."""
-        self._gauges[which] += amount
-        if self._attached is not None:
-            self._attached.board.set_gauge(which, self._gauges[which])
+        """Add to a gauge that counts since start. Step thread or copy thread."""
+        attached = self._attached
+        with self._gauges_lock:
+            self._gauges[which] += amount
+            if attached is not None:
+                attached.board.set_gauge(which, self._gauges[which])
 
     def _note_encode_seconds(self) -> None:
         """Publish what the encoder took per token, at the first item that comes out of it in this step.

@@ -115,6 +115,20 @@ def test_at_a_stop_the_dirty_items_are_flushed() -> None:
     engine.scheduler.shutdown()
 
 
+def test_after_a_reset_dirty_items_do_not_keep_their_blocks() -> None:
+    """A reset reaches the runner's cache alone; what waits to be copied is void, and is copied soon."""
+    a, b = Image("a", 12), Image("b", 12)
+    with EngineLoop(options(24, spill_policy="on_evict", max_dirty_seconds=LONG)) as engine:
+        engine.ask("1", a)
+        engine.ask("2", b)
+        engine.reset_encoder_cache()
+        cache = blocks_of(engine)
+        assert cache.num_held_blocks == 6
+        engine.ask("3", 4)  # any step will do
+        wait_until(lambda: cache.can_allocate(6), "all blocks are free again")
+        engine.settle()
+
+
 def test_new_items_beyond_a_steps_bytes_are_saved_in_later_steps() -> None:
     pictures = [Image(f"picture-{number}", 8) for number in range(3)]
     with EngineLoop(options(32, save_bytes_per_step=1, max_dirty_seconds=LONG)) as engine:

@@ -11,14 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu import ec_connector as v2_connector
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 
 from connector import workers
-from connector.settings import SettingsError
+from connector.block_geometry import geometry_of
+from connector.settings import BehaviourSettings, SettingsError
 from connector.workers import install_block_mapping, run_plan
 from storage_tiers.block_mapping import BlockMapping
+from tests.engine.checkpoint import checkpoint
+from tests.engine.server import ROOT
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions, vllm_config
 from tests.scheduler.items import DTYPE, WIDTH, Image
 from tests.scheduler.test_blocks_in_engine import MANAGER, options
@@ -94,6 +98,25 @@ def test_blocks_that_cannot_hold_the_largest_item_are_an_error_at_start() -> Non
     config.scheduler_config.encoder_cache_size = 32  # so that the budget of 64 is that of the largest item
     with pytest.raises(SettingsError, match=r"device_num_blocks = 9 .* 64 tokens.* 17 or more"):
         install_block_mapping(config, runner, CPU)
+
+
+def test_the_largest_item_is_asked_of_the_real_models_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of the engine tests: pictures of at most 512 x 512, which are 256 tokens."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = checkpoint(ROOT / "build" / "models")
+    config = EngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        limit_mm_per_prompt={"image": 3, "video": 1},
+    ).create_engine_config()
+    too_few = BehaviourSettings(device_block_size=64, device_num_blocks=4)
+    with pytest.raises(
+        SettingsError, match=r"the largest item has 256 tokens, .* takes 5 blocks; allowed is 5 or more"
+    ):
+        geometry_of(config, too_few, 1024)
+    assert geometry_of(config, BehaviourSettings(device_block_size=64, device_num_blocks=5), 1024).capacity_blocks == 4
 
 
 def test_invariant_9_a_hash_freed_and_loaded_in_one_pass_stays() -> None:
