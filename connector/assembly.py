@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from vllm.logger import init_logger
 
+from connector import vllm_versions
 from connector.admission import Admission
 from connector.cache_manager import DeviceResidency, install_reporting_manager
 from connector.capacity import check_capacity
@@ -106,7 +107,7 @@ def build_worker_side(vllm_config: "VllmConfig") -> WorkerSide:
     return WorkerSide(
         WorkerOptions(
             engine_id=str(vllm_config.ec_transfer_config.engine_id),
-            dp_rank=_data_parallel_index(vllm_config),
+            dp_rank=vllm_versions.data_parallel_index(vllm_config),
             owner_pids=[os.getpid(), *(parent.pid for parent in psutil.Process().parents())],
             rank=rank,
             device=_device_of(current_platform),
@@ -136,18 +137,12 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             f"distributed_executor_backend external_launcher with {parallel.world_size} ranks runs one scheduler per "
             f"rank, and each would own the cache. Use mp or ray, or one rank."
         )
-    hosts = getattr(parallel, "nnodes_within_dp", 1)
+    hosts = vllm_versions.hosts_of_engine(vllm_config)
     if hosts > 1:
         raise ValueError(
             f"one engine spans {hosts} hosts, but its ranks share the encoder cache through one host's memory. Run one "
             f"data-parallel replica per host; replicas share items through local_disk on a shared file system."
         )
-
-
-def _participants(vllm_config: "VllmConfig") -> int:
-    """Ranks that run the encoder's hooks: tensor-parallel x prefill-context-parallel, in pipeline stage 0."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def _latched(check: Callable[[], bool]) -> Callable[[], bool]:
@@ -164,7 +159,7 @@ def _latched(check: Callable[[], bool]) -> Callable[[], bool]:
 
 def _make_identity(vllm_config: "VllmConfig", settings: Settings) -> ModelIdentity:
     facts = model_facts(vllm_config, settings.behaviour.weight_fingerprint == "sample")
-    return ModelIdentity(facts, getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}))
+    return ModelIdentity(facts, vllm_versions.encoder_output_widths(vllm_config))
 
 
 def _make_residency(vllm_config: "VllmConfig", on_reset: Callable[[], None]) -> DeviceResidency:
@@ -177,15 +172,10 @@ def _make_residency(vllm_config: "VllmConfig", on_reset: Callable[[], None]) -> 
     return residency
 
 
-def _data_parallel_index(vllm_config: "VllmConfig") -> int:
-    """Which replica this is, also where vLLM runs replicas as engines of their own and calls each of them rank 0."""
-    parallel = vllm_config.parallel_config
-    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
-
-
 def _make_segment(vllm_config: "VllmConfig", settings: Settings) -> tuple[SharedSegment, TransferBoard]:
-    ranks, slots = _participants(vllm_config), settings.behaviour.transfer_slots
-    name = segment_name(str(vllm_config.ec_transfer_config.engine_id), _data_parallel_index(vllm_config), os.getpid())
+    ranks, slots = vllm_versions.participants(vllm_config), settings.behaviour.transfer_slots
+    replica = vllm_versions.data_parallel_index(vllm_config)
+    name = segment_name(str(vllm_config.ec_transfer_config.engine_id), replica, os.getpid())
     segment = SharedSegment.create(name, settings.storage.pool_bytes, TransferBoard.nbytes_for(ranks, slots))
     return segment, TransferBoard(segment.board_memory, ranks, slots)
 
@@ -258,7 +248,7 @@ def _device_of(platform: Any) -> Any:
 
 def _warn_of_missing_flags(vllm_config: "VllmConfig", settings: Settings) -> None:
     """Device blocks take two flags of `vllm serve`; one of them alone works, and loses something."""
-    manager = getattr(vllm_config, "ec_manager_config", None)
+    manager = vllm_versions.manager_config(vllm_config)
     counts_blocks = str(getattr(manager, "encoder_cache_manager_cls", None)).endswith("BlockAwareEncoderCacheManager")
     has_blocks = str(vllm_config.parallel_config.worker_cls).endswith("BlockCacheWorker")
     if has_blocks and not counts_blocks:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
+from connector.vllm_versions import SizedEncoderCacheManager, manager_config
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -76,7 +78,7 @@ class DeviceResidency:
         return True
 
 
-class ReportingEncoderCacheManager(EncoderCacheManager):
+class ReportingEncoderCacheManager(SizedEncoderCacheManager):  # type: ignore[misc, valid-type, unused-ignore]
     """vLLM's manager with its decisions unchanged: it reports resets, and can forget what was never encoded."""
 
     @classmethod
@@ -87,9 +89,14 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
         return manager
 
     def __init__(self, cache_size: int) -> None:
-        """`cache_size` in embeddings, or in what `_slots_for` counts. Made by `create_manager`."""
+        """`cache_size` in embeddings, or in what `_slots_of` counts. Made by `create_manager`."""
         super().__init__(cache_size)
         self._residency: DeviceResidency | None = None
+
+    def report_to(self, residency: DeviceResidency) -> None:
+        """From now on `residency` asks this manager, and hears of its resets. Before the first request."""
+        residency.bind(self)
+        self._residency = residency
 
     def reset(self) -> None:
         """Forget everything, as vLLM asks after a weight update, and report it."""
@@ -102,7 +109,8 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
         references = self.cached.pop(mm_hash, None)
         if references is None:
             return
-        slots = self._slots_for(self.num_embeds_by_hash.pop(mm_hash))
+        slots = self._slots_of(mm_hash)
+        del self.num_embeds_by_hash[mm_hash]
         self.num_free_slots += slots
         if self.freeable.pop(mm_hash, None) is None:
             self.num_freeable_slots += slots
@@ -111,16 +119,16 @@ class ReportingEncoderCacheManager(EncoderCacheManager):
         for request_id in references:
             logger.warning("Request %s refers to encoder item %s, whose encoding was taken back", request_id, mm_hash)
 
-    def _slots_for(self, num_embeds: int) -> int:
-        """What an item of so many embeddings counts for in the capacity."""
-        return num_embeds
+    def _slots_of(self, mm_hash: str) -> int:
+        """What a cached item counts for in the capacity."""
+        return self.num_embeds_by_hash[mm_hash]
 
     def _report_as_configured(self, vllm_config: "VllmConfig") -> None:
         """Report to the residency whose token is in the manager's configuration, if there is one."""
-        residency = _residencies.get(vllm_config.ec_manager_config.manager_config.get(TOKEN_KEY, ""))
+        config: Any = manager_config(vllm_config)
+        residency = _residencies.get(config.manager_config.get(TOKEN_KEY, "")) if config is not None else None
         if residency is not None:
-            residency.bind(self)
-        self._residency = residency
+            self.report_to(residency)
 
 
 def install_reporting_manager(vllm_config: "VllmConfig", residency: DeviceResidency) -> bool:
@@ -129,7 +137,7 @@ def install_reporting_manager(vllm_config: "VllmConfig", residency: DeviceReside
     A class that the user has named is kept, and reports if it is one of ours. False, and nothing changed, where vLLM
     takes no manager class (0.24) or the user's cannot report. Raises what vLLM would for a name that leads nowhere.
     """
-    config: Any = getattr(vllm_config, "ec_manager_config", None)
+    config: Any = manager_config(vllm_config)
     if config is None:
         return False
     named = config.get_encoder_cache_manager_obj()

@@ -50,14 +50,21 @@ def largest_item() -> Iterator[mock.Mock]:
 
 def assert_accounts(manager: BlockAwareEncoderCacheManager) -> None:
     """What is held, what can be evicted and what is free add up to the capacity, in blocks."""
-    blocks = {mm_hash: manager.blocks_for(size) for mm_hash, size in manager.num_embeds_by_hash.items()}
+    blocks = {
+        mm_hash: needed if (needed := manager.geometry.blocks_for(size)) <= manager.geometry.capacity_blocks else 0
+        for mm_hash, size in manager.num_embeds_by_hash.items()
+    }
     unused = {mm_hash for mm_hash, references in manager.cached.items() if not references}
     assert manager.cached.keys() == blocks.keys()
     assert dict(manager.freeable) == {mm_hash: blocks[mm_hash] for mm_hash in unused}
     assert 0 <= manager.num_free_slots <= manager.num_freeable_slots <= manager.cache_size
     assert manager.num_free_slots + sum(blocks.values()) == manager.cache_size == manager.geometry.capacity_blocks
     assert manager.num_free_slots + sum(manager.freeable.values()) == manager.num_freeable_slots
-    oversize = [mm_hash for mm_hash, size in manager.num_embeds_by_hash.items() if manager.is_oversize(size)]
+    oversize = [
+        mm_hash
+        for mm_hash, size in manager.num_embeds_by_hash.items()
+        if manager.geometry.blocks_for(size) > manager.geometry.capacity_blocks
+    ]
     assert len(oversize) <= 1 and not unused & set(oversize)
 
 

@@ -14,7 +14,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.v1.engine import FinishReason
 
-from connector import assembly
+from connector import assembly, vllm_versions
 from connector.step_plan import StepPlan, Transfer
 from connector.worker_side import WorkerOptions, WorkerSide
 from storage_tiers.entry import EntryState
@@ -109,9 +109,9 @@ def test_invariant_12_prefill_context_parallel_ranks_take_part_and_later_stages_
             tensor_parallel_size=4, prefill_context_parallel_size=2, pipeline_parallel_size=3
         )
     )
-    assert assembly._participants(config) == 8
+    assert vllm_versions.participants(config) == 8
     del config.parallel_config.prefill_context_parallel_size  # an older vLLM
-    assert assembly._participants(config) == 4
+    assert vllm_versions.participants(config) == 4
 
 
 def test_invariant_12_a_later_pipeline_stage_attaches_to_nothing_and_ignores_plans() -> None:
