@@ -10,17 +10,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 from vllm.logger import init_logger
 
 from connector import vllm_versions
 from connector.admission import Admission
+from connector.block_geometry import geometry_of
 from connector.cache_manager import DeviceResidency, install_reporting_manager
 from connector.capacity import check_capacity
+from connector.engine_checks import counts_plugin_blocks, refuse_unsupported, warn_of_flags
+from connector.lmcache_config import SettingsError
 from connector.model_identity import ModelIdentity, model_facts
 from connector.scheduler_side import SchedulerParts, SchedulerSide
 from connector.settings import Settings, describe, load_settings
 from connector.transfer_ledger import TransferLedger
 from connector.worker_side import WorkerOptions, WorkerSide
+from storage_tiers.device_copy import BlockCopies, copies_for
 from storage_tiers.disk_tier import DiskTier
 from storage_tiers.faults import FaultLog
 from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
@@ -33,7 +38,7 @@ from storage_tiers.transfer_board import RankGauge, TransferBoard
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["build_scheduler_side", "build_worker_side"]
+__all__ = ["build_plugin_copies", "build_scheduler_side", "build_worker_side"]
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,8 +51,8 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
 
     Raises SettingsError for a wrong setting or a size that does not fit, ValueError for an engine it cannot serve.
     """
-    _refuse_unsupported(vllm_config)
     settings = _settings_of(vllm_config)
+    refuse_unsupported(vllm_config, settings)
     remove_leftovers()
     check_capacity(settings.storage)
     faults = FaultLog(settings.behaviour.log_interval_seconds)
@@ -56,7 +61,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
     segment, board = _make_segment(vllm_config, settings)
     hierarchy = _make_hierarchy(settings, segment, board, keys, faults)
     _log_start(settings, identity, segment, keys)
-    _warn_of_missing_flags(vllm_config, settings)
+    warn_of_flags(vllm_config, settings)
 
     def on_reset() -> None:
         # Called by the manager, which is built after `side`.
@@ -121,28 +126,38 @@ def build_worker_side(vllm_config: "VllmConfig") -> WorkerSide:
     )
 
 
+def build_plugin_copies(vllm_config: "VllmConfig", buffer: torch.Tensor) -> BlockCopies:
+    """How to write into vllm-neuron's device buffer `[num_blocks, block_size, fat_dim]`, in the worker's process.
+
+    Raises SettingsError for a buffer that is not what the scheduler counts, or that holds other rows than are stored.
+    """
+    num_blocks, block_size, fat_dim = buffer.shape
+    widths = set(vllm_versions.encoder_output_widths(vllm_config).values())
+    if widths and fat_dim not in widths:
+        raise SettingsError(
+            f"vllm-neuron's device cache has rows of {fat_dim} columns, and this model's embeddings have "
+            f"{' or '.join(map(str, sorted(widths)))}: what is stored could not be restored. Drop --ec-transfer-config"
+        )
+    if buffer.dtype != vllm_config.model_config.dtype:
+        raise SettingsError(
+            f"vllm-neuron's device cache holds {buffer.dtype}, and the model's dtype is "
+            f"{vllm_config.model_config.dtype}: what is stored could not be restored. Set --dtype to "
+            f"{str(buffer.dtype).removeprefix('torch.')}"
+        )
+    behaviour = _settings_of(vllm_config).behaviour
+    if counts_plugin_blocks(vllm_config):
+        geometry = geometry_of(vllm_config, behaviour, vllm_versions.encoder_cache_size(vllm_config))
+        if block_size != geometry.block_size or num_blocks < geometry.num_blocks:
+            raise SettingsError(
+                f"vllm-neuron's device cache has {num_blocks} blocks of {block_size} tokens, and the scheduler counts "
+                f"{geometry.num_blocks} of {geometry.block_size}: set device_block_size to {block_size} and "
+                f"device_num_blocks to {num_blocks} in ec_connector_extra_config"
+            )
+    return copies_for(buffer, behaviour.device_copy)
+
+
 def _settings_of(vllm_config: "VllmConfig") -> Settings:
     return load_settings(vllm_config.ec_transfer_config.ec_connector_extra_config)
-
-
-def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
-    parallel = vllm_config.parallel_config
-    if vllm_config.model_config.is_encoder_decoder:
-        raise ValueError(
-            f"{vllm_config.model_config.model} is an encoder-decoder model: vLLM keeps no encoder cache for those, so "
-            f"there is nothing to restore. Remove --ec-transfer-config."
-        )
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise ValueError(
-            f"distributed_executor_backend external_launcher with {parallel.world_size} ranks runs one scheduler per "
-            f"rank, and each would own the cache. Use mp or ray, or one rank."
-        )
-    hosts = vllm_versions.hosts_of_engine(vllm_config)
-    if hosts > 1:
-        raise ValueError(
-            f"one engine spans {hosts} hosts, but its ranks share the encoder cache through one host's memory. Run one "
-            f"data-parallel replica per host; replicas share items through local_disk on a shared file system."
-        )
 
 
 def _latched(check: Callable[[], bool]) -> Callable[[], bool]:
@@ -164,7 +179,7 @@ def _make_identity(vllm_config: "VllmConfig", settings: Settings) -> ModelIdenti
 
 def _make_residency(vllm_config: "VllmConfig", on_reset: Callable[[], None]) -> DeviceResidency:
     residency = DeviceResidency(on_reset)
-    if not install_reporting_manager(vllm_config, residency):
+    if not install_reporting_manager(vllm_config, residency) and not counts_plugin_blocks(vllm_config):
         logger.warning(
             "Encoder cache: this scheduler's encoder cache manager cannot report resets. After weights were updated in "
             "place, restart the engine or set another namespace: stored items would be served as they are."
@@ -236,39 +251,12 @@ def _populate_in_background(settings: Settings, segment: SharedSegment, faults: 
     return close
 
 
-def _device_of(platform: Any) -> Any:
+def _device_of(platform: Any) -> torch.device:
     """The device that this worker's runner computes on."""
-    import torch
-
     kind = platform.device_type
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _warn_of_missing_flags(vllm_config: "VllmConfig", settings: Settings) -> None:
-    """Device blocks take two flags of `vllm serve`; one of them alone works, and loses something."""
-    manager = vllm_versions.manager_config(vllm_config)
-    counts_blocks = str(getattr(manager, "encoder_cache_manager_cls", None)).endswith("BlockAwareEncoderCacheManager")
-    has_blocks = str(vllm_config.parallel_config.worker_cls).endswith("BlockCacheWorker")
-    if has_blocks and not counts_blocks:
-        logger.warning(
-            "Encoder cache: the worker keeps items in device blocks, and the scheduler counts embeddings: it admits "
-            "more than the blocks hold, and what finds no block takes memory beside them. Add --ec-manager-config "
-            """'{"encoder_cache_manager_cls": "connector.BlockAwareEncoderCacheManager"}'."""
-        )
-    elif counts_blocks and not has_blocks:
-        logger.warning(
-            "Encoder cache: the scheduler counts blocks of %d tokens, and the worker keeps plain tensors: the cache "
-            "holds fewer items than it could. Add --worker-cls connector.workers.BlockCacheWorker, or drop "
-            "--ec-manager-config.",
-            settings.behaviour.device_block_size,
-        )
-    if settings.behaviour.spill_policy == "on_evict" and not has_blocks:
-        logger.warning(
-            "Encoder cache: spill_policy on_evict takes device blocks (--worker-cls "
-            "connector.workers.BlockCacheWorker); without them new items are saved at once, as with write_behind."
-        )
 
 
 def _log_start(settings: Settings, identity: ModelIdentity, segment: SharedSegment, keys: KeySpace) -> None:

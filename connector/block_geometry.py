@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockGeometry", "geometry_for", "geometry_of"]
 
 ATTENTION_BLOCK_KEY = "vision_attention_block_size"
+NUM_BLOCKS_KEY = "encoder_cache_num_blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,17 @@ def geometry_for(
 def geometry_of(vllm_config: "VllmConfig", behaviour: BehaviourSettings, encoder_cache_size: int) -> BlockGeometry:
     """The geometry of this engine. `encoder_cache_size` is the scheduler's budget, in tokens.
 
-    Raises SettingsError for what `geometry_for` refuses, and for a block size that is not the encoder's.
+    What vllm-neuron's own options in `additional_config` say of its blocks counts before the defaults here. Raises
+    SettingsError for what `geometry_for` refuses, and for sizes that are not the plugin's.
     """
-    _check_attention_block(vllm_config, behaviour.device_block_size)
-    num_blocks = behaviour.device_num_blocks
+    block_size = _plugin_block_size(vllm_config, behaviour) or behaviour.device_block_size
+    num_blocks = _plugin_num_blocks(vllm_config, behaviour, -(-encoder_cache_size // block_size) + 1)
     largest = None
     # vLLM makes its budget no smaller than the largest item, so that blocks for all of it hold that item.
-    if num_blocks is not None and (num_blocks - 1) * behaviour.device_block_size < encoder_cache_size:
+    if num_blocks is not None and (num_blocks - 1) * block_size < encoder_cache_size:
         largest = _largest_item_tokens(vllm_config, encoder_cache_size)
     return geometry_for(
-        block_size=behaviour.device_block_size,
+        block_size=block_size,
         num_blocks=num_blocks,
         encoder_cache_size=encoder_cache_size,
         max_item_tokens=largest,
@@ -95,22 +97,44 @@ def _largest_item_tokens(vllm_config: "VllmConfig", encoder_cache_size: int) -> 
     return max(budget.mm_max_toks_per_item.values(), default=None)
 
 
-def _check_attention_block(vllm_config: "VllmConfig", block_size: int) -> None:
-    """The encoder of vllm-neuron writes its attention blocks, merged, straight into cache blocks."""
+def _plugin_block_size(vllm_config: "VllmConfig", behaviour: BehaviourSettings) -> int | None:
+    """Tokens of a block under vllm-neuron, whose encoder writes its attention blocks, merged, straight into the cache.
+
+    None where the plugin's options do not tell. Raises SettingsError where the user has set another size.
+    """
     attention_block = next(_values_of(ATTENTION_BLOCK_KEY, vllm_config.additional_config), None)
     if attention_block is None:
-        return
+        return None
     vision = getattr(vllm_config.model_config.hf_config, "vision_config", None)
     merge_size = getattr(vision, "spatial_merge_size", None)
     if merge_size is None:
-        return  # What the encoder makes of an attention block is not known.
-    merged = attention_block // merge_size**2
-    if block_size != merged:
+        return None  # What the encoder makes of an attention block is not known.
+    merged = int(attention_block // merge_size**2)
+    block_size = behaviour.device_block_size
+    if "device_block_size" in behaviour.model_fields_set and block_size != merged:
         raise SettingsError(
             f"device_block_size = {block_size} does not fit {ATTENTION_BLOCK_KEY} = {attention_block} (from "
             f"additional_config): the encoder merges {merge_size**2} patches into a token and fills blocks of {merged} "
             f"tokens; set device_block_size to {merged}, or {ATTENTION_BLOCK_KEY} to {block_size * merge_size**2}"
         )
+    return merged
+
+
+def _plugin_num_blocks(vllm_config: "VllmConfig", behaviour: BehaviourSettings, least: int) -> int | None:
+    """Blocks that are set, None for as many as the budget needs. vllm-neuron makes no fewer than `least`.
+
+    Raises SettingsError where the plugin and `device_num_blocks` say different things.
+    """
+    configured = next(_values_of(NUM_BLOCKS_KEY, vllm_config.additional_config), None)
+    if configured is None:
+        return behaviour.device_num_blocks
+    made = max(configured, least)
+    if behaviour.device_num_blocks not in (None, made):
+        raise SettingsError(
+            f"device_num_blocks = {behaviour.device_num_blocks} is not what vllm-neuron makes with {NUM_BLOCKS_KEY} = "
+            f"{configured} (from additional_config), which is {made}: leave device_num_blocks unset"
+        )
+    return made
 
 
 def _values_of(key: str, tree: Any) -> Iterator[int]:

@@ -105,14 +105,14 @@ class CopyThread:
                     self._due_now[slot] = self._due_later.pop(slot)
             self._changed.notify()
 
-    def spill(self, mm_hashes: Collection[str]) -> int:
-        """Make the copies of these items that still wait, here and now on the calling step thread; their bytes."""
+    def spill(self, mm_hashes: Collection[str] | None) -> int:
+        """Make the copies of these items, or of all, that still wait, here and now on the step thread; their bytes."""
         with self._changed:
             waiting = [
                 queue.pop(slot)
                 for queue in (self._due_now, self._due_later)
                 for slot, copy in list(queue.items())
-                if copy.save.mm_hash in mm_hashes
+                if mm_hashes is None or copy.save.mm_hash in mm_hashes
             ]
         for copy in waiting:
             self._carry_out(copy)

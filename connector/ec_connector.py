@@ -13,13 +13,17 @@ from connector.step_plan import StepPlan
 from storage_tiers.faults import FaultLog
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from connector.cache_manager import ReportingEncoderCacheManager
+    from connector.plugin_blocks import PluginBlocks
     from connector.scheduler_side import SchedulerSide
     from connector.worker_side import EncoderCache, WorkerSide
-    from storage_tiers.block_mapping import BlockMapping
+    from storage_tiers.block_mapping import ItemBlocks
+    from storage_tiers.device_copy import BlockCopies
 
 __all__ = ["LMCacheNeuronECConnector"]
 
@@ -40,6 +44,9 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         self._faults = FaultLog()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._vllm_config = vllm_config
+        self._plugin_copies: BlockCopies | None = None
+        self._plugin_blocks: PluginBlocks | None = None
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = assembly.build_scheduler_side(vllm_config)
         else:
@@ -63,6 +70,10 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         """The plan for the workers. Not guarded: loads that were promised must not be lost in silence."""
         return self._of_scheduler().build_plan(scheduler_output)
 
+    def use_manager(self, manager: "ReportingEncoderCacheManager") -> None:
+        """For a scheduler class that has put in a manager of its own: from now on ask it, and hear of its resets."""
+        manager.report_to(self._of_scheduler().residency)
+
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """Release what the request holds in the pool."""
         self._guarded("finished", None, self._of_scheduler().finished, request.request_id)
@@ -80,7 +91,13 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         if isinstance(connector_metadata, StepPlan):
             self._guarded("bind", None, self._of_worker().bind, connector_metadata)
 
-    def before_step(self, plan: ECConnectorMetadata, freed: Collection[str], blocks: "BlockMapping") -> None:
+    def before_reset(self) -> None:
+        """For a worker hook, ahead of the runner's reset: items that wait to be saved are saved."""
+        self._guarded("before_reset", None, self._of_worker().before_reset)
+        if self._plugin_blocks is not None:
+            self._guarded("before_reset", None, self._plugin_blocks.settle)
+
+    def before_step(self, plan: ECConnectorMetadata, freed: Collection[str], blocks: "ItemBlocks") -> None:
         """For the worker hook, ahead of the runner's step: spill, free and restore in device blocks.
 
         Not guarded, as `start_load_caches`.
@@ -88,9 +105,21 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         if isinstance(plan, StepPlan):
             self._of_worker().before_step(plan, freed, blocks)
 
+    def after_step(self, plan: ECConnectorMetadata, blocks: "ItemBlocks") -> None:
+        """For the worker hook of vllm-neuron, whose runner announces nothing: take up what the step has encoded."""
+        if isinstance(plan, StepPlan):
+            self._guarded("after_step", None, self._of_worker().after_step, plan, blocks)
+
     def start_load_caches(self, encoder_cache: "EncoderCache", *_: Any, **__: Any) -> None:
-        """Copy the plan's items into the runner's cache. Not guarded: without them the step would be wrong."""
-        self._of_worker().load(encoder_cache)
+        """Copy the plan's items into the runner's cache. Not guarded: without them the step would be wrong.
+
+        vllm-neuron's runner calls this once per step, behind the encoder, with the cache object that is its own: there
+        the plan's saves are made here, too.
+        """
+        if hasattr(encoder_cache, "allocate"):
+            self._of_worker().write_through(self.plugin_blocks(encoder_cache))
+        else:
+            self._of_worker().load(encoder_cache)
 
     def save_caches(self, encoder_cache: "EncoderCache", mm_hash: str, *_: Any, **__: Any) -> None:
         """An item has been encoded: queue its copy into the pool."""
@@ -100,6 +129,32 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         """The step has ended."""
         self._guarded("finish_step", None, self._of_worker().finish_step)
         super().clear_connector_metadata()
+
+    # -- Worker, under vllm-neuron ----------------------------------------------------------------------------------
+
+    def register_and_serve(self, buffer: "torch.Tensor", *_: Any, **__: Any) -> None:
+        """Once at start: the device's buffer, `[num_blocks, block_size, fat_dim]`. Chooses how to write into it.
+
+        A device that takes no eager writes compiles a graph here, which takes seconds to minutes. Raises SettingsError
+        for a buffer that the scheduler counts wrongly.
+        """
+        from connector import assembly
+
+        self._plugin_copies = assembly.build_plugin_copies(self._vllm_config, buffer)
+
+    def wait_for_load(self) -> set[str]:
+        """Hashes that could not be loaded: none, ever, since a load is only planned for bytes that are in memory."""
+        return set()
+
+    def plugin_blocks(self, encoder_cache: Any) -> "PluginBlocks":
+        """The plugin's cache object as plans are carried out on it; the same for every step."""
+        from connector import assembly
+        from connector.plugin_blocks import PluginBlocks
+
+        if self._plugin_blocks is None:
+            copies = self._plugin_copies or assembly.build_plugin_copies(self._vllm_config, encoder_cache.buffer)
+            self._plugin_blocks = PluginBlocks(encoder_cache, copies, self._faults)
+        return self._plugin_blocks
 
     # -- Both -------------------------------------------------------------------------------------------------------
 

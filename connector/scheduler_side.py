@@ -86,6 +86,11 @@ class SchedulerSide:
         self.counts: Counter[str] = Counter()
         self._activity = ActivityLog(parts.log_interval_seconds, self.figures)
 
+    @property
+    def residency(self) -> DeviceResidency:
+        """What the device holds."""
+        return self._parts.residency
+
     # -- Hooks of one pass ------------------------------------------------------------------------------------------
 
     def ensure_available(self, request: "Request", num_computed_tokens: int) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SizedEncoderCacheManager",
     "data_parallel_index",
+    "encoder_cache_size",
     "encoder_output_widths",
     "fails_unavailable_requests",
     "hosts_of_engine",
@@ -79,6 +80,14 @@ def encoder_output_widths(vllm_config: "VllmConfig") -> Mapping[str, int]:
     base = getattr(vision, "out_hidden_size", None) or vllm_config.model_config.get_hidden_size()
     width = int(base) * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
     return {"image": width, "video": width}
+
+
+def encoder_cache_size(vllm_config: "VllmConfig") -> int:
+    """The scheduler's budget in embeddings, worked out as vLLM's scheduler does; asks the model's processor."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    return int(MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY).encoder_cache_size)
 
 
 def participants(vllm_config: "VllmConfig") -> int:

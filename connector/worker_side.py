@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from connector.copy_thread import CopyThread
 from connector.step_plan import StepPlan, Transfer
-from storage_tiers.block_mapping import BlockMapping, ItemSource
+from storage_tiers.block_mapping import ItemBlocks, ItemSource
 from storage_tiers.faults import FaultLog
 from storage_tiers.shared_segment import SharedSegment, find_live_segment
 from storage_tiers.transfer_board import RankGauge, RankView, TransferBoard, TransferStatus
@@ -27,7 +27,7 @@ logger = init_logger(f"vllm.{__name__}")
 ATTACH_POLL_SECONDS = 0.05
 """How often a worker that was told nothing looks for its engine's segment."""
 
-EncoderCache = MutableMapping[str, torch.Tensor]
+EncoderCache = MutableMapping[str, torch.Tensor] | ItemBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class WorkerSide:
             self._load(self._plan, encoder_cache)
         self._encode_started = time.perf_counter() if self._saves else None
 
-    def before_step(self, plan: StepPlan, freed: Collection[str], blocks: BlockMapping) -> None:
+    def before_step(self, plan: StepPlan, freed: Collection[str], blocks: ItemBlocks) -> None:
         """For the worker hook, ahead of the runner's step: spill what is evicted, free it, restore the plan's loads.
 
         `freed` are the hashes that the scheduler has evicted. Raises what `load` raises.
@@ -122,12 +122,37 @@ class WorkerSide:
             self._copies.spill(set(freed))
             for mm_hash in freed:
                 blocks.discard(mm_hash)
-        if blocks.blocks is not None and blocks.blocks.num_held_blocks:
-            self._copies.expedite_all_but(blocks)  # a reset frees without a word to us
+        if blocks.has_orphans:
+            self._copies.expedite_all_but(blocks)
         if plan.loads:
             if self._attached is None:
                 self._attach(plan.segment)
             self._load(plan, blocks)
+
+    def after_step(self, plan: StepPlan, blocks: ItemBlocks) -> None:
+        """For a worker hook under a runner that calls nothing of its own: take up what the step has encoded."""
+        self.bind(plan)
+        self._encode_started = None  # it began before anybody told
+        for mm_hash in list(self._saves):
+            if mm_hash in blocks:
+                self.save(blocks, mm_hash)
+        self.finish_step()
+
+    def write_through(self, blocks: ItemBlocks) -> None:
+        """For a runner that calls once per step, behind the encoder: all of the plan's copies, here and now.
+
+        Raises what `load` raises.
+        """
+        self.load(blocks)
+        self._encode_started = None
+        new = [mm_hash for mm_hash in self._saves if mm_hash in blocks]
+        for mm_hash in new:
+            self.save(blocks, mm_hash)
+        self._copies.spill(new)
+
+    def before_reset(self) -> None:
+        """The device's cache is about to be emptied: finish the copies that wait."""
+        self._copies.spill(None)
 
     def _load(self, plan: StepPlan, encoder_cache: EncoderCache) -> None:
         if not plan.loads:
@@ -138,7 +163,7 @@ class WorkerSide:
         started = time.perf_counter()
         for load in plan.loads:
             source = attached.at(load)
-            if isinstance(encoder_cache, BlockMapping):
+            if isinstance(encoder_cache, ItemBlocks):
                 encoder_cache.load(load.mm_hash, source, self._options.device)
             else:
                 target = torch.empty(load.shape, dtype=load.dtype, device=self._options.device)
@@ -272,7 +297,7 @@ class WorkerSide:
 
 
 def _source_of(encoder_cache: EncoderCache, mm_hash: str) -> ItemSource:
-    if isinstance(encoder_cache, BlockMapping):
+    if isinstance(encoder_cache, ItemBlocks):
         return encoder_cache.source_of(mm_hash)
     return ItemSource((encoder_cache[mm_hash],))
 

@@ -14,6 +14,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from connector import vllm_versions
 from connector.block_geometry import BlockGeometry, geometry_of
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.settings import BehaviourSettings, load_settings
@@ -107,12 +108,9 @@ def _encoder_cache_size(vllm_config: "VllmConfig", runner: Any) -> int:
     if getattr(runner, "encoder_cache", None) is None:
         return 0
     budget = getattr(runner, "mm_budget", None)
-    if budget is None and getattr(runner, "supports_mm_inputs", False):
-        from vllm.multimodal import MULTIMODAL_REGISTRY
-        from vllm.multimodal.encoder_budget import MultiModalBudget
-
-        budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
-    return int(budget.encoder_cache_size) if budget is not None else 0
+    if budget is not None:
+        return int(budget.encoder_cache_size)
+    return vllm_versions.encoder_cache_size(vllm_config) if getattr(runner, "supports_mm_inputs", False) else 0
 
 
 def _make_blocks(

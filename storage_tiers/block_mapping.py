@@ -5,6 +5,7 @@ Takes whatever a dict would take: what fits no block lives as a plain tensor, an
 may enter.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from storage_tiers.device_blocks import BlocksExhaustedError, DeviceBlockCache
 from storage_tiers.faults import FaultLog
 
-__all__ = ["BlockMapping", "ItemSource"]
+__all__ = ["BlockMapping", "ItemBlocks", "ItemSource"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,31 @@ class ItemSource:
     """Whether it lies in blocks that exist anyway: to wait for its copy then costs no memory."""
 
 
-class BlockMapping(MutableMapping[str, torch.Tensor]):
+class ItemBlocks(ABC):
+    """A device cache of items in blocks, as plans are carried out on it. Worker's step thread only."""
+
+    @abstractmethod
+    def __contains__(self, mm_hash: object) -> bool: ...
+
+    @property
+    @abstractmethod
+    def has_orphans(self) -> bool:
+        """Whether items are gone whose blocks are kept for a copy."""
+
+    @abstractmethod
+    def load(self, mm_hash: str, source: torch.Tensor, device: torch.device) -> None:
+        """Bring an item from host memory, `[num_tokens, width]`, onto `device`."""
+
+    @abstractmethod
+    def discard(self, mm_hash: str) -> None:
+        """Drop an item, if it is there."""
+
+    @abstractmethod
+    def source_of(self, mm_hash: str) -> ItemSource:
+        """The item, to be copied out by another thread. Raises KeyError."""
+
+
+class BlockMapping(MutableMapping[str, torch.Tensor], ItemBlocks):
     """`mm_hash` to `[num_tokens, width]`. Worker's step thread only.
 
     The block buffer is made for the first item that comes, whose width and dtype are the encoder's: in vLLM that is the
@@ -87,6 +112,11 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
             self.blocks.clear()
 
     # -- What the connector calls -----------------------------------------------------------------------------------
+
+    @property
+    def has_orphans(self) -> bool:
+        """Whether items are gone whose blocks are held: a reset frees without a word to anybody."""
+        return self.blocks is not None and self.blocks.num_held_blocks > 0
 
     def discard(self, mm_hash: str) -> None:
         """Drop an item, if it is there."""

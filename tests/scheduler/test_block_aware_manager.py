@@ -513,10 +513,22 @@ def test_the_block_size_must_be_what_the_encoders_attention_block_gives(nested: 
     key = {"vision_attention_block_size": 2048}
     config.additional_config = {"vision_neuron_config": key} if nested else key
     assert geometry_of(config, BehaviourSettings(device_block_size=512), 16_384) == BlockGeometry(512, 33)
+    assert geometry_of(config, BehaviourSettings(), 16_384) == BlockGeometry(512, 33), "it follows where none is set"
     with pytest.raises(SettingsError) as raised:
-        geometry_of(config, BehaviourSettings(), 16_384)
+        geometry_of(config, BehaviourSettings(device_block_size=256), 16_384)
     assert "device_block_size = 256 does not fit vision_attention_block_size = 2048" in str(raised.value)
     assert "set device_block_size to 512" in str(raised.value)
+
+
+def test_the_block_count_is_the_one_that_the_plugin_makes() -> None:
+    """vllm-neuron makes as many blocks as its option says, and no fewer than the budget takes."""
+    config = vllm_config()
+    config.additional_config = {"vision_attention_block_size": 2048, "encoder_cache_num_blocks": 64}
+    assert geometry_of(config, BehaviourSettings(), 16_384) == BlockGeometry(512, 64)
+    config.additional_config["encoder_cache_num_blocks"] = 8
+    assert geometry_of(config, BehaviourSettings(device_num_blocks=33), 16_384) == BlockGeometry(512, 33)
+    with pytest.raises(SettingsError, match=r"device_num_blocks = 8 is not what vllm-neuron makes .* which is 33"):
+        geometry_of(config, BehaviourSettings(device_num_blocks=8), 16_384)
 
 
 # -- How vLLM makes it -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector import assembly
+from connector import engine_checks
 from storage_tiers.device_blocks import DeviceBlockCache
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions
 from tests.scheduler.items import Image
@@ -203,7 +203,7 @@ def test_random_workloads_stay_in_blocks_and_encode_once(policy: str, seed: int,
 def test_one_flag_without_the_other_works_and_warns(
     changed: dict[str, object], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly.logger, "propagate", True)
+    monkeypatch.setattr(engine_checks.logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     a = Image("a", 12)
     with caplog.at_level(logging.WARNING), EngineLoop(EngineOptions(**changed)) as engine:  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.v1.engine import FinishReason
 
-from connector import assembly, vllm_versions
+from connector import engine_checks, vllm_versions
 from connector.step_plan import StepPlan, Transfer
 from connector.worker_side import WorkerOptions, WorkerSide
 from storage_tiers.entry import EntryState
@@ -179,7 +179,7 @@ def test_invariant_12_external_launcher_with_several_ranks_is_refused() -> None:
 def test_invariant_12_external_launcher_with_one_rank_is_not() -> None:
     config = vllm_config()
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    assembly._refuse_unsupported(config)
+    engine_checks.refuse_unsupported(config, mock.Mock())
 
 
 def test_invariant_12_ranks_on_several_hosts_are_refused() -> None:
