@@ -6,7 +6,7 @@ at its end that no byte, lease or slot is left over.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -98,13 +98,15 @@ class Driver:
     """Encoder runs by identifier, of all engines."""
     excused: Counter[str] = field(default_factory=Counter)
     """Events by identifier after which another encoder run is right: a save is under way, or what was stored void."""
+    make: Callable[..., EngineLoop] = EngineLoop
+    images: Sequence[Image] = tuple(IMAGES)
     was_reset: bool = False
     """Whether what this engine has stored will be void in the next process."""
 
     def play(self) -> None:
         waiting = list(self.workload.actions)
         while True:
-            with EngineLoop(self.workload.options, [self.tier] if self.workload.has_tier else []) as engine:
+            with self.make(self.workload.options, [self.tier] if self.workload.has_tier else []) as engine:
                 self._watch(engine)
                 while waiting and waiting[0] != ("restart",):
                     self._act(engine, waiting.pop(0))
@@ -115,7 +117,7 @@ class Driver:
                 return
             waiting.pop(0)
             if not self.workload.has_tier or self.was_reset:
-                self.excused.update(image.identifier for image in IMAGES)
+                self.excused.update(image.identifier for image in self.images)
             self.was_reset = False
 
     def _act(self, engine: EngineLoop, action: Action) -> None:
@@ -143,7 +145,7 @@ class Driver:
 
     def _void(self) -> None:
         self.was_reset = True
-        self.excused.update(image.identifier for image in IMAGES)
+        self.excused.update(image.identifier for image in self.images)
 
     def _add(self, engine: EngineLoop, request_parts: list[Part], max_tokens: int, priority: int) -> None:
         if engine.options.policy == "priority":
@@ -159,7 +161,7 @@ class Driver:
         ask = engine.connector.has_cache_item
 
         def asked(identifier: str) -> bool:
-            image = next(image for image in IMAGES if image.identifier == identifier)
+            image = next(image for image in self.images if image.identifier == identifier)
             want = wanted(image, engine.fingerprint)
             first = want not in engine.side._answers
             before = engine.hierarchy.state_of(want)
