@@ -26,6 +26,9 @@ ATTACH_GRACE_SECONDS = 30.0
 """How long requests may wait for workers to attach, from the first that asks. Attaching takes milliseconds; a worker
 that never does (on another host, say) must not delay every request by a deadline."""
 
+ASK_AGAIN_SECONDS = 0.02
+"""How often the tiers are asked for an item that only another engine can encode: a look-up on an I/O thread each."""
+
 PASSTHROUGH_MODALITIES = frozenset({"prompt_embeds"})
 """Not encoded at all: the client's tensor is put into the encoder cache as it is."""
 
@@ -53,6 +56,8 @@ class RequestedItem:
     lease: Lease | None = None
     missed: bool = False
     """It will be encoded for this request, whatever the tiers say later."""
+    ask_again_at: float = 0.0
+    """Not before then, of an item that the tiers did not have."""
     _has_tensor: bool | None = field(init=False, default=None)
 
     def has_tensor(self) -> bool:
@@ -89,9 +94,14 @@ class Admission:
         is_ready: Callable[[], bool],
         is_consumer: bool,
         staging_deadline_seconds: float,
+        has_encoder: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_on_device(mm_hash)` tells what the device holds; `is_ready()` whether every worker has attached."""
+        """`is_on_device(mm_hash)` tells what the device holds; `is_ready()` whether every worker has attached.
+
+        Without `has_encoder` another engine stores what this one needs, and may be about to: items are waited for.
+        """
+        self._has_encoder = has_encoder
         self._hierarchy = hierarchy
         self._identity = identity
         self._is_on_device = is_on_device
@@ -208,7 +218,7 @@ class Admission:
         return RequestedItem(
             wanted=wanted,
             end=feature.mm_position.offset + feature.mm_position.length,
-            data=feature.data,
+            data=feature.data if self._has_encoder else None,
             cacheable=encoded and fingerprint is not None,
         )
 
@@ -237,8 +247,14 @@ class Admission:
         if not self._is_ready():
             return self._may_wait_for_workers(record, item)
         if item.lease is None:
+            if self._clock() < item.ask_again_at:
+                return True
             item.lease = self._hierarchy.acquire(item.wanted, can_be_encoded=item.has_tensor)
         state = item.lease.state if item.lease is not None else EntryState.GONE
+        if state is EntryState.GONE and not self._has_encoder:
+            self._release(item)
+            item.ask_again_at = self._clock() + ASK_AGAIN_SECONDS
+            return True
         if state is EntryState.GONE:
             self._miss(record, item)
         return state in (EntryState.STAGING, EntryState.SAVING)

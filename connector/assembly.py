@@ -18,7 +18,7 @@ from connector.admission import Admission
 from connector.block_geometry import geometry_of
 from connector.cache_manager import DeviceResidency, install_reporting_manager
 from connector.capacity import check_capacity
-from connector.engine_checks import counts_plugin_blocks, refuse_unsupported, warn_of_flags
+from connector.engine_checks import counts_plugin_blocks, has_encoder, refuse_unsupported, warn_of_flags
 from connector.lmcache_config import SettingsError
 from connector.model_identity import ModelIdentity, model_facts
 from connector.scheduler_side import SchedulerParts, SchedulerSide
@@ -81,6 +81,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
         is_ready,
         config.is_ec_consumer,
         settings.behaviour.staging_deadline_seconds,
+        has_encoder(vllm_config),
     )
     side = SchedulerSide(
         SchedulerParts(

@@ -14,7 +14,7 @@ from connector.vllm_versions import hosts_of_engine, manager_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["counts_plugin_blocks", "refuse_unsupported", "runs_on_plugin", "warn_of_flags"]
+__all__ = ["counts_plugin_blocks", "has_encoder", "refuse_unsupported", "runs_on_plugin", "warn_of_flags"]
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,6 +32,11 @@ def runs_on_plugin(vllm_config: "VllmConfig") -> bool:
 def counts_plugin_blocks(vllm_config: "VllmConfig") -> bool:
     """Whether the scheduler class is one of ours for vllm-neuron."""
     return "connector.vllm_neuron." in _name_of(vllm_config.scheduler_config.scheduler_cls)
+
+
+def has_encoder(vllm_config: "VllmConfig") -> bool:
+    """Whether this engine can encode what nobody has stored: vllm-neuron's half of a pair may be the language model."""
+    return not (vllm_config.additional_config or {}).get("mm_language_model_only", False)
 
 
 def refuse_unsupported(vllm_config: "VllmConfig", settings: Settings) -> None:

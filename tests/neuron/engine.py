@@ -7,7 +7,7 @@ scheduler classes, or with `--ec-transfer-config` alone.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -52,8 +52,8 @@ class NeuronOptions(EngineOptions):
     """False: the `uni` executor, whose worker is given the scheduler's own objects."""
     more_blocks: int = 0
     """Blocks that the plugin makes besides, or fewer: it disagrees with what it was told."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """More of the plugin's options."""
+    language_model_only: bool = False
+    """The plugin's option for the half of a pair that has no encoder."""
 
 
 class PluginRank:
@@ -172,8 +172,8 @@ def neuron_config(options: NeuronOptions) -> Any:
         "vision_neuron_config": {
             "vision_attention_block_size": options.block_tokens * MERGE_FACTOR,
             **({} if options.num_blocks is None else {"encoder_cache_num_blocks": options.num_blocks}),
-            **options.config,
-        }
+        },
+        **({"mm_language_model_only": True} if options.language_model_only else {}),
     }
     config.parallel_config.worker_cls = OUR_WORKER if options.hook else PLUGIN_WORKER
     if options.counts_blocks:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from connector import assembly, vllm_neuron, vllm_versions
 from connector.settings import SettingsError
@@ -58,6 +59,14 @@ def test_the_worker_class_is_made_over_the_plugins(modules: dict[str, ModuleType
     plugin(modules, ContractWorker)
     assert issubclass(vllm_neuron.NeuronBlockCacheWorker, ContractWorker)
     assert vllm_neuron.NeuronBlockCacheWorker is vllm_neuron.NeuronBlockCacheWorker
+
+
+def test_vllm_finds_both_classes_by_the_names_that_users_give(modules: dict[str, ModuleType]) -> None:
+    plugin(modules, ContractWorker)
+    config = neuron_config(NeuronOptions(async_scheduling=True))
+    assert config.scheduler_config.get_scheduler_cls() is vllm_neuron.NeuronAsyncScheduler
+    worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    assert worker is vllm_neuron.NeuronBlockCacheWorker and issubclass(worker, ContractWorker)
 
 
 def test_without_the_plugin_it_says_what_to_install(modules: dict[str, ModuleType]) -> None:

@@ -21,6 +21,7 @@ from tests.neuron.contract_plugin import ECLoadFailure
 from tests.neuron.engine import NeuronLoop, NeuronOptions
 from tests.neuron.items import video
 from tests.scheduler.items import Image
+from tests.scheduler.lower_tiers import WatchedTier
 from tests.tiers.memory_tier import wait_until
 
 A, B, C = (Image(name, 8) for name in "abc")
@@ -88,6 +89,24 @@ def test_what_a_producer_has_encoded_a_consumer_restores(tmp_path: Path, alone_c
     with NeuronLoop(NeuronOptions(role="ec_consumer", settings=on_disk(tmp_path), **more), tiers=None) as consumer:
         consumer.ask("1", *items)
         assert not consumer.encoded
+
+
+def test_a_consumer_without_an_encoder_waits_for_what_the_producer_is_about_to_store() -> None:
+    """The request comes before the item does: it waits, and is served; one for what never comes fails alone."""
+    tier = WatchedTier()
+    options = NeuronOptions(language_model_only=True, settings={"staging_deadline_seconds": 1.0})
+    with NeuronLoop(options, [tier]) as engine:
+        engine.add("early", [A])
+        for _ in range(20):
+            engine.step()
+        with NeuronLoop(NeuronOptions(), [tier]) as producer:
+            producer.ask("1", A)
+        engine.run()
+        assert engine.ended == {"early": FinishReason.LENGTH}
+        engine.add("never", [B])
+        engine.run()
+        assert engine.ended["never"] is FinishReason.ERROR
+        assert not engine.encoded
 
 
 def test_the_uni_executor_shares_the_plan_with_the_runner() -> None:
