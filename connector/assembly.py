@@ -89,6 +89,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
             ledger=TransferLedger(board, hierarchy),
             admission=admission,
             residency=residency,
+            board=board,
             segment_name=segment.name,
             model=keys.key_model_name,
             dtype=keys.dtype,

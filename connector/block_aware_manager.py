@@ -119,7 +119,7 @@ class BlockAwareEncoderCacheManager(ReportingEncoderCacheManager):
     def allocate(self, request: "Request", input_id: int) -> None:
         """Count an admitted item as held by the request. Raises RuntimeError for one that was not admitted."""
         mm_hash, num_embeds = request.mm_features[input_id].identifier, request.get_num_encoder_embeds(input_id)
-        if not self.check_and_update_cache(request, input_id):
+        if not self._refer_to(request, input_id):
             needed = self.blocks_needed(request, input_id)
             blocks = 0 if self.is_oversize(needed) else needed
             if blocks > self.num_free_slots:

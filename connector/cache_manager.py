@@ -18,6 +18,7 @@ from connector.vllm_versions import SizedEncoderCacheManager, manager_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 __all__ = ["DeviceResidency", "ReportingEncoderCacheManager", "install_reporting_manager"]
 
@@ -48,6 +49,12 @@ class DeviceResidency:
     def has_manager(self) -> bool:
         """Whether a reporting manager is in place: without one, resets go unseen."""
         return self._manager is not None
+
+    @property
+    def lookups(self) -> tuple[int, int]:
+        """Items that the scheduler has looked up among those on the device, and how many were there. 0 unless told."""
+        manager = self._manager
+        return (manager.lookups, manager.hits) if isinstance(manager, ReportingEncoderCacheManager) else (0, 0)
 
     def bind(self, manager: EncoderCacheManager) -> None:
         """From now on ask `manager`."""
@@ -92,6 +99,20 @@ class ReportingEncoderCacheManager(SizedEncoderCacheManager):  # type: ignore[mi
         """`cache_size` in embeddings, or in what `_slots_of` counts. Made by `create_manager`."""
         super().__init__(cache_size)
         self._residency: DeviceResidency | None = None
+        self.lookups = 0
+        """Items that were looked up since start."""
+        self.hits = 0
+        """Of these, items that were cached."""
+
+    def check_and_update_cache(self, request: "Request", input_id: int) -> bool:
+        """Whether the item is cached, which then counts as used by the request."""
+        is_hit = self._refer_to(request, input_id)
+        self.lookups += 1
+        self.hits += is_hit
+        return is_hit
+
+    def _refer_to(self, request: "Request", input_id: int) -> bool:
+        return bool(super().check_and_update_cache(request, input_id))
 
     def report_to(self, residency: DeviceResidency) -> None:
         """From now on `residency` asks this manager, and hears of its resets. Before the first request."""

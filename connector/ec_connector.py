@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from connector.cache_manager import ReportingEncoderCacheManager
     from connector.plugin_blocks import PluginBlocks
+    from connector.prom_metrics import EncoderCachePromMetrics, EncoderCacheStats
     from connector.scheduler_side import SchedulerSide
     from connector.worker_side import EncoderCache, WorkerSide
     from storage_tiers.block_mapping import ItemBlocks
@@ -82,6 +83,37 @@ class LMCacheNeuronECConnector(ECConnectorBase):
     def take_unavailable_requests(self) -> set[str]:
         """Requests that need an item which nobody has and nobody can encode."""
         return self._guarded("unavailable", set(), self._of_scheduler().take_unavailable)
+
+    def get_ec_connector_stats(self) -> "EncoderCacheStats | None":
+        """What there is to report of this step, by way of vLLM's own statistics; None from a worker, or if nothing."""
+        if self._scheduler is None:
+            return None
+        snapshot = self._guarded("stats", None, self._scheduler.take_snapshot)
+        if snapshot is None:
+            return None
+        from connector.prom_metrics import EncoderCacheStats
+
+        return EncoderCacheStats(data=snapshot)
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> "EncoderCacheStats":
+        """Statistics as they come out of the engine core's message."""
+        from connector.prom_metrics import EncoderCacheStats
+
+        return EncoderCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "EncoderCachePromMetrics":
+        """The metrics that the API server shows on `/metrics`."""
+        from connector.prom_metrics import EncoderCachePromMetrics
+
+        return EncoderCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- Worker -----------------------------------------------------------------------------------------------------
 

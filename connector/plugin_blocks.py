@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from storage_tiers.block_mapping import ItemBlocks, ItemSource
+from storage_tiers.block_mapping import ItemBlocks, ItemSource, Occupancy
 from storage_tiers.device_copy import BlockCopies
 from storage_tiers.faults import FaultLog
 
@@ -22,7 +22,7 @@ READ_DEADLINE_SECONDS = 10.0
 
 NEEDED = (
     "allocate", "buffer", "block_size", "contains", "dense_tokens_per_block", "free", "get_block_ids",
-    "get_tokens_per_block", "mark_written", "min_hold_time_ms",
+    "get_tokens_per_block", "mark_written", "min_hold_time_ms", "num_blocks", "num_free_blocks",
 )  # fmt: skip
 """What is used of the plugin's `EncoderCacheBlocks`."""
 
@@ -73,10 +73,21 @@ class PluginBlocks(ItemBlocks):
             self._readers[mm_hash] += 1
         return ItemSource(views, lambda: self._has_read(mm_hash), in_blocks=True)
 
-    def discard(self, mm_hash: str) -> None:
-        """Free an item, if it is there, once nobody reads it."""
+    def discard(self, mm_hash: str) -> int:
+        """Free an item, if it is there, once nobody reads it; the blocks that it had."""
+        if not self._cache.contains(mm_hash):
+            return 0
         self._wait_for_readers(mm_hash)
+        count = len(self._cache.get_block_ids(mm_hash))
         self._cache.free(mm_hash)
+        return count
+
+    def occupancy(self) -> Occupancy:
+        """How full the blocks are. Revisions of the plugin without these figures show what is not free as active."""
+        usable = self._cache.num_blocks - 1
+        held = int(getattr(self._cache, "num_held_blocks", 0))
+        active = usable - held - int(self._cache.num_free_blocks)
+        return Occupancy(active, held, usable, int(getattr(self._cache, "num_active_real_tokens", 0)))
 
     def settle(self) -> None:
         """Wait until nothing is read: the plugin is about to forget everything."""

@@ -17,12 +17,15 @@ from vllm.logger import init_logger
 from connector.activity_log import ActivityLog
 from connector.admission import Admission, RequestedItem
 from connector.cache_manager import DeviceResidency
+from connector.metrics import Snapshot
+from connector.metrics_source import MetricsSource, ReportPacer
 from connector.step_plan import StepPlan, Transfer
 from connector.transfer_ledger import TransferLedger
 from storage_tiers.entry import Lease
 from storage_tiers.hierarchy import TierHierarchy
 from storage_tiers.key import WantedItem
 from storage_tiers.tier import ItemHeader
+from storage_tiers.transfer_board import TransferBoard
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +44,8 @@ class SchedulerParts:
     ledger: TransferLedger
     admission: Admission
     residency: DeviceResidency
+    board: TransferBoard
+    """Where ranks publish their gauges."""
     segment_name: str
     model: str
     """Model name as in the key."""
@@ -84,6 +89,8 @@ class SchedulerSide:
         self._allocated: set[str] = set()
         self._closed = False
         self.counts: Counter[str] = Counter()
+        self._pacer = ReportPacer()
+        self._source = MetricsSource(self.figures, self._hierarchy, self._ledger, parts.board, parts.residency)
         self._activity = ActivityLog(parts.log_interval_seconds, self.figures)
 
     @property
@@ -119,6 +126,7 @@ class SchedulerSide:
                 self._take_back_loads_of({mm_hash})
                 self._loads[mm_hash] = pin
                 self.counts["load"] += 1
+                self.counts["tokens_loaded"] += item.wanted.num_tokens
         else:
             self._take_back_loads_of({mm_hash})
             self._encodes[mm_hash] = (request.request_id, index)
@@ -162,6 +170,16 @@ class SchedulerSide:
         self._take_back_saves(list(self._saves))
         self._end_pass()
         self._admission.forget_all()
+
+    def take_snapshot(self) -> Snapshot | None:
+        """Every metric as of now, for a step that has something to report, else None. Some 0.3 µs for one that has not.
+
+        Something to report: an item was loaded, encoded or looked up, or a second has gone by.
+        """
+        lookups, _ = self._parts.residency.lookups
+        if not self._pacer.is_due(lookups + self.counts["load"] + self.counts["encode"]):
+            return None
+        return self._source.snapshot()
 
     def figures(self) -> dict[str, int]:
         """Totals since start by name: what was loaded, encoded and saved, why items were missed, and what failed."""

@@ -18,7 +18,7 @@ from connector.step_plan import StepPlan, Transfer
 from storage_tiers.block_mapping import ItemBlocks, ItemSource
 from storage_tiers.faults import FaultLog
 from storage_tiers.shared_segment import SharedSegment, find_live_segment
-from storage_tiers.transfer_board import RankGauge, RankView, TransferBoard, TransferStatus
+from storage_tiers.transfer_board import RankGauge, RankView, TransferBoard, TransferStatus, pack_blocks
 
 __all__ = ["WorkerOptions", "WorkerSide"]
 
@@ -76,6 +76,7 @@ class WorkerSide:
         self._attach_lock = threading.Lock()
         self._plan: StepPlan | None = None
         self._saves: dict[str, Transfer] = {}
+        self._blocks: ItemBlocks | None = None
         self._loaded_plan = 0
         self._save_allowance = 0
         self._encode_started: float | None = None
@@ -120,8 +121,8 @@ class WorkerSide:
             return
         if freed:
             self._copies.spill(set(freed))
-            for mm_hash in freed:
-                blocks.discard(mm_hash)
+            self._count(RankGauge.EVICTED_BLOCKS, sum(blocks.discard(mm_hash) for mm_hash in freed))
+        self._blocks = blocks
         if blocks.has_orphans:
             self._copies.expedite_all_but(blocks)
         if plan.loads:
@@ -200,6 +201,7 @@ class WorkerSide:
         if plan is None or self._attached is None:
             return
         self._attached.board.set_gauge(RankGauge.SAVE_QUEUE_BYTES, self._copies.queued_bytes)
+        self._publish_occupancy(self._attached.board)
         self._attached.board.complete_plan(plan.number)
 
     def close(self, timeout_seconds: float) -> None:
@@ -274,6 +276,13 @@ class WorkerSide:
             self._count(RankGauge.SAVED_BYTES, save.nbytes)
         else:
             self._count(RankGauge.SAVE_FAILURES, 1)
+
+    def _publish_occupancy(self, board: RankView) -> None:
+        occupancy = self._blocks.occupancy() if self._blocks is not None else None
+        if occupancy is not None:
+            board.set_gauge(RankGauge.DEVICE_BLOCKS, pack_blocks(occupancy.active, occupancy.held))
+            board.set_gauge(RankGauge.DEVICE_BLOCKS_TOTAL, occupancy.usable)
+            board.set_gauge(RankGauge.DEVICE_REAL_TOKENS, occupancy.real_tokens)
 
     def _count(self, which: RankGauge, amount: float) -> None:
         """Add to a gauge that counts since start. Step thread or copy thread."""

@@ -15,7 +15,7 @@ import torch
 from storage_tiers.device_blocks import BlocksExhaustedError, DeviceBlockCache
 from storage_tiers.faults import FaultLog
 
-__all__ = ["BlockMapping", "ItemBlocks", "ItemSource"]
+__all__ = ["BlockMapping", "ItemBlocks", "ItemSource", "Occupancy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,17 @@ class ItemSource:
     """Says that the copy is done. Any thread; once."""
     in_blocks: bool = False
     """Whether it lies in blocks that exist anyway: to wait for its copy then costs no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Device blocks by what they are used for, and tokens in those that items own."""
+
+    active: int
+    held: int
+    usable: int
+    """Blocks that can hold items: all but the scratch block."""
+    real_tokens: int
 
 
 class ItemBlocks(ABC):
@@ -46,8 +57,12 @@ class ItemBlocks(ABC):
         """Bring an item from host memory, `[num_tokens, width]`, onto `device`."""
 
     @abstractmethod
-    def discard(self, mm_hash: str) -> None:
-        """Drop an item, if it is there."""
+    def discard(self, mm_hash: str) -> int:
+        """Drop an item, if it is there; the blocks that it had."""
+
+    @abstractmethod
+    def occupancy(self) -> Occupancy | None:
+        """How full the blocks are; None where none have been made yet."""
 
     @abstractmethod
     def source_of(self, mm_hash: str) -> ItemSource:
@@ -118,11 +133,21 @@ class BlockMapping(MutableMapping[str, torch.Tensor], ItemBlocks):
         """Whether items are gone whose blocks are held: a reset frees without a word to anybody."""
         return self.blocks is not None and self.blocks.num_held_blocks > 0
 
-    def discard(self, mm_hash: str) -> None:
-        """Drop an item, if it is there."""
+    def discard(self, mm_hash: str) -> int:
+        """Drop an item, if it is there; the blocks that it had."""
         self._plain.pop(mm_hash, None)
-        if self.blocks is not None:
-            self.blocks.free(mm_hash)
+        if self.blocks is None or not self.blocks.contains(mm_hash):
+            return 0
+        count = len(self.blocks.get_block_ids(mm_hash))
+        self.blocks.free(mm_hash)
+        return count
+
+    def occupancy(self) -> Occupancy | None:
+        """How full the blocks are; None before the first item."""
+        cache = self.blocks
+        if cache is None:
+            return None
+        return Occupancy(cache.num_active_blocks, cache.num_held_blocks, cache.num_blocks - 1, cache.num_real_tokens)
 
     def load(self, mm_hash: str, source: torch.Tensor, device: torch.device) -> None:
         """Bring an item from host memory, `[num_tokens, width]`, onto `device`: straight into blocks where it fits."""

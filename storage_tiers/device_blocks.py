@@ -94,6 +94,7 @@ class DeviceBlockCache:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks - 1))
         self._held: list[_Item] = []
         self._num_active = 0
+        self._num_real_tokens = 0
         self._num_held = 0
         self._holds_lock = threading.Lock()
 
@@ -117,7 +118,7 @@ class DeviceBlockCache:
     @property
     def num_real_tokens(self) -> int:
         """Rows that items fill, pads not counted."""
-        return sum(item.num_tokens for item in self._items.values())
+        return self._num_real_tokens
 
     @staticmethod
     def dense_tokens_per_block(num_tokens: int, block_size: int) -> list[int]:
@@ -205,6 +206,7 @@ class DeviceBlockCache:
         block_ids = self._take(wanted)
         self._items[mm_hash] = _Item(tuple(block_ids), tuple(tokens_per_block), self._clock())
         self._num_active += wanted
+        self._num_real_tokens += sum(tokens_per_block)
         return block_ids
 
     def mark_written(self, mm_hash: str) -> None:
@@ -248,6 +250,7 @@ class DeviceBlockCache:
         if item is None:
             return
         self._num_active -= len(item.block_ids)
+        self._num_real_tokens -= item.num_tokens
         if self._is_reusable(item):
             self._free.update(dict.fromkeys(item.block_ids))
         else:

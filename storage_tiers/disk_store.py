@@ -79,6 +79,11 @@ class DiskStore:
         self._scanner.start()
 
     @property
+    def num_entries(self) -> int:
+        """Entries that are known. Any thread."""
+        return len(self._index)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all entries of the directory that are known of: all, once `wait_scanned` is True."""
         return self._index.used_bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 from storage_tiers.disk_store import DiskStore
 from storage_tiers.faults import FaultLog
 from storage_tiers.key import KeySpace, WantedItem, chunk_hash_of
-from storage_tiers.tier import ItemHeader
+from storage_tiers.tier import ItemHeader, Usage
 
 __all__ = ["DiskTier"]
 
@@ -48,6 +48,10 @@ class DiskTier:
         self._keys = key_space
         self._faults = faults
         self._accept_unverified = accept_unverified
+
+    def usage(self) -> Usage:
+        """How full the directory is, as far as this process has seen it."""
+        return Usage(self.store.num_entries, self.store.used_bytes, self.store.capacity_bytes)
 
     def lists(self, chunk_hash: int) -> bool:
         """Whether the index has an entry of that name. False means unknown. A dict look-up: step thread allowed."""

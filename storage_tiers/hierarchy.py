@@ -21,7 +21,7 @@ from storage_tiers.faults import FaultLog
 from storage_tiers.io_threads import IoThreads
 from storage_tiers.key import KeySpace, WantedItem, is_content_hash
 from storage_tiers.shared_pool import SharedPool
-from storage_tiers.tier import ItemHeader, LowerTier, digest_of
+from storage_tiers.tier import ItemHeader, LowerTier, Usage, digest_of
 from storage_tiers.tier_io import LowerTiers
 
 __all__ = ["HierarchyOptions", "TierHierarchy"]
@@ -236,6 +236,11 @@ class TierHierarchy:
         """Events since start by name. Any thread."""
         with self._lock:
             return dict(self._counts)
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each tier is, by its name; the pool's is "pool". Any thread."""
+        pool = Usage(self.num_entries, self._pool.used_bytes, self._pool.capacity_bytes)
+        return {"pool": pool, **self._lower.usage()}
 
     @property
     def claimed_bytes(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from storage_tiers.faults import FaultLog
 from storage_tiers.key import WantedItem
 from storage_tiers.restore_estimate import RestoreEstimate
-from storage_tiers.tier import ItemHeader, LowerTier
+from storage_tiers.tier import ItemHeader, LowerTier, Usage
 
 __all__ = ["Found", "LowerTiers"]
 
@@ -41,6 +41,10 @@ class LowerTiers:
     def lists(self, chunk_hash: int) -> bool:
         """Whether some tier's in-memory index has that name. Step thread allowed."""
         return any(tier.lists(chunk_hash) for tier in self._tiers)
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each tier is, by its name. Step thread allowed."""
+        return {tier.name: tier.usage() for tier in self._tiers}
 
     def seconds_to_restore(self, chunk_hash: int, nbytes: int) -> float:
         """Estimated seconds to restore `nbytes` from the nearest tier that lists the item. Step thread allowed."""

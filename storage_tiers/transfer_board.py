@@ -15,9 +15,19 @@ the status is written; those of other threads are ordered by whatever the worker
 import platform
 import threading
 from collections import deque
+from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["RankGauge", "RankView", "SlotPool", "TransferBoard", "TransferStatus"]
+__all__ = [
+    "BlockCounts",
+    "RankGauge",
+    "RankView",
+    "SlotPool",
+    "TransferBoard",
+    "TransferStatus",
+    "pack_blocks",
+    "unpack_blocks",
+]
 
 ALIGN_BYTES = 4096
 CACHE_LINE_BYTES = 64
@@ -25,6 +35,8 @@ RANK_BYTES = 256
 """One rank's fixed part: attach byte (padded to 8), plan number u64, then float64 gauges. Its own cache lines."""
 GAUGES_AT = 16
 MAX_GAUGES = (RANK_BYTES - GAUGES_AT) // 8
+_BLOCKS_LIMIT = 1 << 26
+"""Two counts below it fit the 53 bits of a float64's integers."""
 MAX_RANKS = 1024
 MAX_SLOTS = 1 << 20
 
@@ -55,8 +67,33 @@ class RankGauge(IntEnum):
     LOAD_FAILURES = 5
     SAVE_SECONDS = 6
     LOAD_SECONDS = 7
-    DEVICE_BLOCKS_USED = 8
+    DEVICE_BLOCKS = 8
+    """What items own and what is held, by `pack_blocks` in one store: read together, they were true together."""
     DEVICE_BLOCKS_TOTAL = 9
+    """Blocks that can hold items; 0 without blocks."""
+    DEVICE_REAL_TOKENS = 10
+    EVICTED_BLOCKS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Device blocks that items own, and blocks of freed items that are still read."""
+
+    active: int
+    held: int
+
+
+def pack_blocks(active: int, held: int) -> float:
+    """Both counts in one float64, for one store. Raises ValueError from 2**26 blocks on."""
+    if max(active, held) >= _BLOCKS_LIMIT:
+        raise ValueError(f"{active} active and {held} held blocks do not fit one gauge")
+    return float(active + held * _BLOCKS_LIMIT)
+
+
+def unpack_blocks(packed: float) -> BlockCounts:
+    """What `pack_blocks` made."""
+    held, active = divmod(int(packed), _BLOCKS_LIMIT)
+    return BlockCounts(active, held)
 
 
 class TransferBoard:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.engine.checkpoint import checkpoint
 from tests.engine.client import Answer, ServerError
 from tests.engine.encoder_probe import ProbeEvent
@@ -102,6 +104,21 @@ def segments(running: VllmServer) -> set[str]:
     return {path.name for pid in running.pids for path in SHM.glob(f"lmcache_neuron_ec_*_p{pid}")}
 
 
+Scrape = dict[tuple[str, str], float]
+"""Value of each of our metrics on `/metrics`, by its name there and the value of its own label ("" without one)."""
+
+
+def scrape(running: VllmServer) -> Scrape:
+    """Our metrics as they stand on the server's `/metrics`."""
+    values: Scrape = {}
+    for family in text_string_to_metric_families(running.metrics()):
+        for sample in family.samples:
+            if sample.name.startswith(("vllm_neuron:", "vllm:ec_tier_")) and not sample.name.endswith("_created"):
+                own = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+                values[sample.name, own[0] if own else ""] = sample.value
+    return values
+
+
 @dataclass
 class Slow:
     """What happened while the disk took a second per read."""
@@ -137,6 +154,8 @@ class Restarted:
     """Items whose files were flipped, cut short or emptied while no server ran."""
     after_damage: Seen
     slow: Slow
+    scrapes: dict[str, Scrape]
+    """Our metrics by the phase after which they were read; "start" and "second start" before the first question."""
     first_log: str
     second_log: str
 
@@ -149,9 +168,13 @@ def restart_scene(base: Path) -> Restarted:
     environment = {"SLOW_DISK_SECONDS_FILE": str(control), "PYTHONPATH": str(SLOW_DISK)}
     how = options("ec_both", directory, environment=environment)
     first = server(base / "server", how).start()
+    scrapes = {"start": scrape(first)}
     cold = ask_all(first, range(ITEMS + 1))
+    scrapes["cold"] = scrape(first)
     device_hit = ask_all(first, [CLIP])
+    scrapes["device_hit"] = scrape(first)
     evicted = ask_all(first, [0, 1, 2])
+    scrapes["evicted"] = scrape(first)
     assert wait_until(lambda: len(stored(directory)) == ITEMS + 1)
     files, events, first_log = len(stored(directory)), first.events(), first.log()
     owned = segments(first)
@@ -162,7 +185,9 @@ def restart_scene(base: Path) -> Restarted:
     second = server(base / "server", how).start()
     try:
         still = {name for name in owned if (SHM / name).exists()}
+        scrapes["second start"] = scrape(second)
         restarted = ask_all(second, [*range(3, 6), CLIP])
+        scrapes["restarted"] = scrape(second)
         damaged = ask_all(second, [0, 1, 2])
         ask_all(second, [3, 4, 5, CLIP])
         after_damage = ask_all(second, [0, 1, 2])
@@ -172,7 +197,7 @@ def restart_scene(base: Path) -> Restarted:
         second.stop()
     return Restarted(
         cold, device_hit, evicted, events, files, owned, still, restarted, damaged, after_damage, slow,
-        first_log, second_log,
+        scrapes, first_log, second_log,
     )  # fmt: skip
 
 
@@ -302,6 +327,8 @@ class InBlocks:
     runs: int
     events: list[ProbeEvent]
     log: str
+    scrapes: list[Scrape]
+    """Our metrics after each answer."""
     files_before: int
     """Items on the disk while the server ran: what has left the device."""
     files_after: int
@@ -324,13 +351,16 @@ def blocks_scene(base: Path, plain: VllmServer) -> InBlocks:
     order = [item for item in range(BLOCK_ITEMS) for _ in range(3)]
     random.Random(3).shuffle(order)
     with server(base / "server", how) as running:
-        answers = [(item, _ask_block_item(running, item)) for item in order]
+        answers, scrapes = [], []
+        for item in order:
+            answers.append((item, _ask_block_item(running, item)))
+            scrapes.append(scrape(running))
         assert wait_until(lambda: len(stored(directory)) >= BLOCK_ITEMS - 4)
         runs, events, before = running.encoder_runs(), running.events(), len(stored(directory))
         running.stop(grace_s=30.0)
         log = running.log()
     expected = {item: _ask_block_item(plain, item) for item in range(BLOCK_ITEMS)}
-    return InBlocks(answers, expected, runs, events, log, before, len(stored(directory)))
+    return InBlocks(answers, expected, runs, events, log, scrapes, before, len(stored(directory)))
 
 
 def _ask_block_item(running: VllmServer, item: int) -> Answer:

@@ -26,7 +26,7 @@ from storage_tiers.hierarchy import HierarchyOptions, TierHierarchy
 from storage_tiers.key import KeySpace, WantedItem
 from storage_tiers.shared_pool import SharedPool
 from storage_tiers.shared_segment import SharedSegment
-from storage_tiers.tier import ItemHeader, LowerTier, digest_of
+from storage_tiers.tier import ItemHeader, LowerTier, Usage, digest_of
 
 DEADLINE_SECONDS = 20.0
 """Far beyond what anything here takes: it ends a test that would hang, and decides nothing else."""
@@ -191,6 +191,9 @@ class MemoryTier:
         return stored[1] == content_of(header)
 
     # -- LowerTier --------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        return Usage(len(self.items), sum(len(payload) for _, payload in self.items.values()), 1 << 40)
 
     def lists(self, chunk_hash: int) -> bool:
         return chunk_hash in self.items
