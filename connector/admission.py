@@ -75,6 +75,7 @@ class RequestedItem:
 @dataclass(slots=True, eq=False)
 class _Record:
     request_id: str
+    prompt_tokens: int
     items: list[RequestedItem] = field(default_factory=list)
     by_hash: dict[str, RequestedItem] = field(default_factory=dict)
     end: int = 0
@@ -148,6 +149,11 @@ class Admission:
                 return record.by_hash[mm_hash].asked
         return None
 
+    def is_prefilling(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Whether a request with items has part of its prompt before it. False for one that is not known here."""
+        record = self._records.get(request_id)
+        return record is not None and num_computed_tokens < record.prompt_tokens
+
     def item_of(self, request: "Request", index: int) -> RequestedItem:
         """The record of item number `index` of `request`."""
         record = self._record_of(request)
@@ -184,7 +190,7 @@ class Admission:
     def _record_of(self, request: "Request") -> _Record:
         record = self._records.get(request.request_id)
         if record is None:
-            record = self._records[request.request_id] = _Record(request.request_id)
+            record = self._records[request.request_id] = _Record(request.request_id, request.num_prompt_tokens)
         if len(record.items) < len(request.mm_features):  # a new request, or a streaming session's next items
             self._identify(record, request, give_up=False)
         return record

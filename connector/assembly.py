@@ -18,7 +18,14 @@ from connector.admission import Admission
 from connector.block_geometry import geometry_of
 from connector.cache_manager import DeviceResidency, install_reporting_manager
 from connector.capacity import check_capacity
-from connector.engine_checks import counts_plugin_blocks, has_encoder, refuse_unsupported, warn_of_flags
+from connector.engine_checks import (
+    counts_plugin_blocks,
+    has_encoder,
+    has_plugin_hook,
+    refuse_unsupported,
+    runs_on_plugin,
+    warn_of_flags,
+)
 from connector.lmcache_config import SettingsError
 from connector.model_identity import ModelIdentity, model_facts
 from connector.scheduler_side import SchedulerParts, SchedulerSide
@@ -96,6 +103,7 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
             is_producer=config.is_ec_producer,
             is_consumer=config.is_ec_consumer,
             is_ready=is_ready,
+            runs_plans_of_prefills_only=runs_on_plugin(vllm_config) and not has_plugin_hook(vllm_config),
             log_interval_seconds=settings.behaviour.log_interval_seconds,
             closers=(identity.close, _populate_in_background(settings, segment, faults)),
         )
@@ -152,8 +160,10 @@ def build_plugin_copies(vllm_config: "VllmConfig", buffer: torch.Tensor) -> Bloc
         if block_size != geometry.block_size or num_blocks < geometry.num_blocks:
             raise SettingsError(
                 f"vllm-neuron's device cache has {num_blocks} blocks of {block_size} tokens, and the scheduler counts "
-                f"{geometry.num_blocks} of {geometry.block_size}: set device_block_size to {block_size} and "
-                f"device_num_blocks to {num_blocks} in ec_connector_extra_config"
+                f"{geometry.num_blocks} of {geometry.block_size}, by vision_attention_block_size and "
+                f"encoder_cache_num_blocks in additional_config: say there what the plugin makes. Where neither stands "
+                f"there, set device_block_size to {block_size} and device_num_blocks to {num_blocks} in "
+                f"ec_connector_extra_config"
             )
     return copies_for(buffer, behaviour.device_copy)
 

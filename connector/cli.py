@@ -55,24 +55,17 @@ class _Unusable(click.ClickException):
     exit_code = 2
 
 
-class _Amount(click.ParamType[float]):
-    """A number with a unit."""
+def _amount(units: Mapping[str, int], example: str) -> Callable[..., float | None]:
+    """A click callback for an option that is a number with one of `units`."""
 
-    def __init__(self, name: str, units: Mapping[str, int], example: str) -> None:
-        self.name = name
-        self._units = units
-        self._example = example
+    def convert(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", (value or "").strip())
+        if value is not None and (match is None or match[2] not in units):
+            known = ", ".join(unit for unit in units if unit)
+            raise click.BadParameter(f"{value!r} cannot be read; write a number and one of {known}, as {example}")
+        return float(match[1]) * units[match[2]] if match is not None else None
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
-        if match is None or match[2] not in self._units:
-            known = ", ".join(unit for unit in self._units if unit)
-            self.fail(f"{value!r} is no {self.name}; write a number and one of {known}, as {self._example}", param, ctx)
-        return float(match[1]) * self._units[match[2]]
-
-
-_SIZE = _Amount("size", _SIZES, "8GiB")
-_DURATION = _Amount("duration", _DURATIONS, "7d")
+    return convert
 
 
 @dataclass(frozen=True)
@@ -115,6 +108,10 @@ def _place(config: str | None, directory: Path | None, fmt: str, output: Path | 
     if directory is None:
         named = f"{config} names no local_disk" if config else "no cache directory is named"
         raise click.UsageError(f"{named}; give --directory DIR, or --config FILE of a YAML with local_disk")
+    if output is not None and not output.parent.is_dir():  # said before anything is done
+        raise click.UsageError(
+            f"--output {output}: there is no directory {output.parent}; make it or name another file"
+        )
     return _Place(directory, budget, fmt == "json", output, quiet)
 
 
@@ -282,9 +279,17 @@ def verify(place: _Place, fix: bool, strict: bool) -> bool:
 
 @main.command()
 @click.option(
-    "--max-size", type=_SIZE, metavar="SIZE", help="Only as much as must go until all entries take no more: 8GiB."
+    "--max-size",
+    callback=_amount(_SIZES, "8GiB"),
+    metavar="SIZE",
+    help="Only as much as must go until all entries take no more: 8GiB.",
 )
-@click.option("--older-than", type=_DURATION, metavar="TIME", help="Only what was not used for so long: 12h, 7d.")
+@click.option(
+    "--older-than",
+    callback=_amount(_DURATIONS, "7d"),
+    metavar="TIME",
+    help="Only what was not used for so long: 12h, 7d.",
+)
 @click.option("--fingerprint", default="", metavar="PREFIX", help="Only what has a fingerprint that starts so.")
 @click.option(
     "--not-fingerprint", default="", metavar="PREFIX", help="Only what has a fingerprint that starts otherwise."
@@ -477,4 +482,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="ec-cache")

@@ -75,7 +75,17 @@ class CopyThread:
         the same for all, the copy waits that long, unless it is expedited. A copy larger than the whole queue is taken
         when nothing else waits.
         """
-        copy = _Copy(save, source, _event_after(source.views), self._clock() + after_seconds)
+        copy = _Copy(save, source, None, self._clock() + after_seconds)
+        try:
+            copy.ready = _event_after(source.views)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            # A device without events: only this thread's own order of work says when the rows are there.
+            self._faults.report("device", "no_events", error)
+            with self._changed:
+                self._queued_bytes += save.nbytes
+                self._kept_bytes += copy.kept_bytes
+            self._carry_out(copy)
+            return True
         with self._changed:
             full = copy.kept_bytes and self._kept_bytes and self._kept_bytes + copy.kept_bytes > self._max_queued_bytes
             if self._closed or full:
@@ -142,13 +152,14 @@ class CopyThread:
             with torch.inference_mode():  # the source was made under it
                 _copy_rows(copy.source.views, self._target_of(copy.save))
             succeeded = True
-        except RuntimeError as error:  # what torch raises for every failure of a device
-            self._faults.report("device", "copy_failed", f"{copy.save.mm_hash}: {error}")
-        copy.source.release()
-        self._finished(copy.save, succeeded)
-        with self._changed:
-            self._queued_bytes -= copy.save.nbytes
-            self._kept_bytes -= copy.kept_bytes
+        except Exception as error:  # noqa: BLE001 - the thread must outlive it, and the source be let go of
+            self._faults.report("device", "copy_failed", f"{copy.save.mm_hash}: {type(error).__name__}: {error}")
+        finally:
+            copy.source.release()
+            self._finished(copy.save, succeeded)
+            with self._changed:
+                self._queued_bytes -= copy.save.nbytes
+                self._kept_bytes -= copy.kept_bytes
 
     def _next(self) -> _Copy | None:
         """The next copy that is due; None at the end. Waits."""

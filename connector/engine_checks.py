@@ -14,7 +14,14 @@ from connector.vllm_versions import hosts_of_engine, manager_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["counts_plugin_blocks", "has_encoder", "refuse_unsupported", "runs_on_plugin", "warn_of_flags"]
+__all__ = [
+    "counts_plugin_blocks",
+    "has_encoder",
+    "has_plugin_hook",
+    "refuse_unsupported",
+    "runs_on_plugin",
+    "warn_of_flags",
+]
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -32,6 +39,11 @@ def runs_on_plugin(vllm_config: "VllmConfig") -> bool:
 def counts_plugin_blocks(vllm_config: "VllmConfig") -> bool:
     """Whether the scheduler class is one of ours for vllm-neuron."""
     return "connector.vllm_neuron." in _name_of(vllm_config.scheduler_config.scheduler_cls)
+
+
+def has_plugin_hook(vllm_config: "VllmConfig") -> bool:
+    """Whether the worker class is ours for vllm-neuron."""
+    return PLUGIN_WORKER in _name_of(vllm_config.parallel_config.worker_cls)
 
 
 def has_encoder(vllm_config: "VllmConfig") -> bool:
@@ -77,7 +89,7 @@ def _refuse_on_plugin(vllm_config: "VllmConfig", settings: Settings) -> None:
             f"ec_role {role} is one half of a pair, and no tier is set that two engines can share. For one engine set "
             f"ec_role to ec_both; for a pair set local_disk and max_local_disk_size, with the same directory in both."
         )
-    if role == "ec_producer" and PLUGIN_WORKER not in _name_of(vllm_config.parallel_config.worker_cls):
+    if role == "ec_producer" and not has_plugin_hook(vllm_config):
         raise ValueError(
             f"ec_role ec_producer takes --worker-cls {PLUGIN_WORKER}: by itself vllm-neuron gives a producer's items "
             f"to no connector, and nothing would be stored. For one engine set ec_role to ec_both."
@@ -109,7 +121,7 @@ def warn_of_flags(vllm_config: "VllmConfig", settings: Settings) -> None:
 
 
 def _warn_on_plugin(vllm_config: "VllmConfig", settings: Settings) -> None:
-    has_hook = PLUGIN_WORKER in _name_of(vllm_config.parallel_config.worker_cls)
+    has_hook = has_plugin_hook(vllm_config)
     if not counts_plugin_blocks(vllm_config):
         logger.warning(
             "Encoder cache: the scheduler counts tokens and the device blocks: it may admit more than there are blocks "

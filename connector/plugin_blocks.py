@@ -57,6 +57,8 @@ class PluginBlocks(ItemBlocks):
         Raises RuntimeError where the plugin has no blocks left, ValueError for another width or dtype.
         """
         dense = self._cache.dense_tokens_per_block(len(source), self._cache.block_size)
+        if self._cache.contains(mm_hash) and sum(self._cache.get_tokens_per_block(mm_hash)) != len(source):
+            self.discard(mm_hash)  # another item, under an id that a client chose
         block_ids = self._cache.allocate(mm_hash, dense)
         # A video that the encoder has put there lies frame by frame, and is the same item.
         if list(self._cache.get_tokens_per_block(mm_hash)) == list(dense):

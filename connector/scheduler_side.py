@@ -55,6 +55,8 @@ class SchedulerParts:
     is_consumer: bool
     is_ready: Callable[[], bool]
     """Whether every participating worker has attached."""
+    runs_plans_of_prefills_only: bool = False
+    """Whether the runner drops the plan of a step in which no prompt goes on, as vllm-neuron's does by itself."""
     log_interval_seconds: float = 10.0
     """The least time between two lines that sum up what the cache has done."""
     flush_seconds: float = 5.0
@@ -147,8 +149,8 @@ class SchedulerSide:
         self._admission.finish(output.finished_req_ids)
         self._plan_number += 1
         plan = StepPlan(self._plan_number, self._parts.segment_name)
-        # A runner drops the plan of a step without tokens: loads wait for the next one.
-        if output.total_num_scheduled_tokens > 0:
+        # A runner drops the plan of a step that it has no use for: loads wait for the next one.
+        if self._will_be_carried_out(output):
             plan.loads = self._hand_out(self._loads, is_save=False)
             plan.saves = self._hand_out(self._saves, is_save=True)
         self._end_pass()
@@ -218,6 +220,14 @@ class SchedulerSide:
             logger.info("Encoder cache: stopped after %.1f s, everything saved is below the pool", seconds)
 
     # -- Parts of a pass --------------------------------------------------------------------------------------------
+
+    def _will_be_carried_out(self, output: "SchedulerOutput") -> bool:
+        if not self._parts.runs_plans_of_prefills_only:
+            return output.total_num_scheduled_tokens > 0
+        cached = output.scheduled_cached_reqs
+        return bool(output.scheduled_new_reqs) or any(
+            map(self._admission.is_prefilling, cached.req_ids, cached.num_computed_tokens)
+        )
 
     def _pin(self, wanted: WantedItem) -> bool:
         if not self._parts.is_ready() or wanted.mm_hash in self._pins:

@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from connector.block_aware_manager import BlockAwareEncoderCacheManager
+from connector.block_geometry import BlockGeometry
 from connector.cache_manager import ReportingEncoderCacheManager
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.plugin_blocks import missing_from
@@ -71,6 +72,16 @@ def worker_class(base: Any) -> Any:
         The runner finds nothing left to free and nothing to load.
         """
 
+        _taken_over: Any = None
+
+        def _encoder_cache(self) -> Any:
+            """The runner's device cache, checked when it is first seen; None without one. Raises RuntimeError."""
+            cache = getattr(self.model_runner, "encoder_cache", None)
+            if cache is not None and cache is not self._taken_over:
+                _take_over(cache)
+                self._taken_over = cache
+            return cache
+
         def load_model(self, *args: Any, **kwargs: Any) -> None:
             """Load the model, and see that the plugin's device cache is one that we know.
 
@@ -78,14 +89,15 @@ def worker_class(base: Any) -> Any:
             """
             _refuse_other_connector(self.vllm_config)
             super().load_model(*args, **kwargs)
-            _take_over(getattr(self.model_runner, "encoder_cache", None))
+            if self._encoder_cache() is None:
+                logger.warning("Encoder cache: %s finds no encoder cache in the model runner so far", WORKER_CLASS)
 
         def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
             """One step. Steps that only decode make no call of their own to the connector, and are served, too."""
-            connector, plan = _connector(), scheduler_output.ec_connector_metadata
-            if connector is None or not isinstance(plan, StepPlan):
+            connector, plan, cache = _connector(), scheduler_output.ec_connector_metadata, self._encoder_cache()
+            if connector is None or cache is None or not isinstance(plan, StepPlan):
                 return super().execute_model(scheduler_output, *args, **kwargs)
-            blocks = connector.plugin_blocks(self.model_runner.encoder_cache)
+            blocks = connector.plugin_blocks(cache)
             freed = scheduler_output.free_encoder_mm_hashes
             connector.before_step(plan, freed, blocks)
             # In place: the plugin hangs attributes of its own onto this very object.
@@ -105,6 +117,13 @@ def worker_class(base: Any) -> Any:
             if connector is not None:
                 connector.before_reset()
             super().reset_encoder_cache()
+
+        def shutdown(self) -> None:
+            """Stop: the plugin tells no connector, and dirty items would be lost."""
+            connector = _connector()
+            if connector is not None:
+                connector.shutdown()
+            super().shutdown()
 
     return NeuronBlockCacheWorker
 
@@ -127,9 +146,6 @@ def _refuse_other_connector(vllm_config: "VllmConfig") -> None:
 
 def _take_over(encoder_cache: Any) -> None:
     """Check the plugin's cache object, and have it hold no freed blocks back: nobody reads them but the worker hook."""
-    if encoder_cache is None:
-        logger.warning("Encoder cache: --worker-cls %s does nothing here: the model has no encoder cache", WORKER_CLASS)
-        return
     missing = missing_from(encoder_cache)
     if missing:
         raise RuntimeError(
@@ -181,8 +197,15 @@ def _plugin_version() -> str:
 class NeuronEncoderCacheManager(BlockAwareEncoderCacheManager):
     """Counts as the plugin's encoder fills blocks: an image densely, a video by whole frames.
 
-    An item that no empty cache holds is not admitted: that encoder writes into blocks, and has no other place.
+    An item that no empty cache holds is not admitted: that encoder writes into blocks, and has no other place. Nor is
+    one of another size under the id of one that is there, which vLLM 0.24 would serve with the other's rows.
     """
+
+    def __init__(self, geometry: BlockGeometry) -> None:
+        """For a device with blocks of `geometry`."""
+        super().__init__(geometry)
+        self.mismatched: set[str] = set()
+        """Requests with such an item, until the scheduler has failed them."""
 
     def blocks_needed(self, request: "Request", input_id: int) -> int:
         """Blocks that the encoder takes for the item; a restored one, which is dense, takes no more."""
@@ -192,11 +215,29 @@ class NeuronEncoderCacheManager(BlockAwareEncoderCacheManager):
             return self.geometry.blocks_for(num_tokens)
         block_size = self.geometry.block_size
         frames = _frames_of(feature.data)
-        if frames is None or num_tokens % frames or num_tokens // frames > block_size:
+        if frames is None or num_tokens % frames:
             # A block of whole frames, each no larger than the block, is more than half full.
-            return -(-2 * num_tokens // block_size)
+            dense, most = self.geometry.blocks_for(num_tokens), -(-2 * num_tokens // block_size)
+            return max(dense, min(most, self.geometry.capacity_blocks))
         frames_per_block = block_size // max(1, num_tokens // frames)
+        if not frames_per_block:
+            return self.geometry.capacity_blocks + 1  # the encoder splits no frame: it would end the engine
         return -(-frames // frames_per_block)
+
+    def can_allocate(
+        self, request: "Request", input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        """Whether the item fits, as for any device; never for a request that is about to be failed."""
+        if request.request_id in self.mismatched:
+            return False
+        return super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule)
+
+    def _refer_to(self, request: "Request", input_id: int) -> bool:
+        cached = self.num_embeds_by_hash.get(request.mm_features[input_id].identifier)
+        if cached is not None and cached != request.get_num_encoder_embeds(input_id):
+            self.mismatched.add(request.request_id)
+            return False
+        return super()._refer_to(request, input_id)
 
     def _admits_oversize(self) -> bool:
         return False
@@ -211,7 +252,7 @@ class _BlockCounting:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's. Raises ValueError beside another connector than ours, SettingsError for blocks that cannot do."""
         super().__init__(*args, **kwargs)
-        self._too_large: set[str] = set()
+        self._unservable: set[str] = set()
         _refuse_other_connector(self.vllm_config)  # type: ignore[attr-defined]
         connector = self.ec_connector  # type: ignore[attr-defined]
         size = self.encoder_cache_manager.cache_size
@@ -221,29 +262,29 @@ class _BlockCounting:
             self.encoder_cache_manager = manager
 
     def add_request(self, request: "Request") -> None:
-        """Queue a request. One with an item that no empty device holds is failed in the next step, with a log line."""
+        """Queue a request. One that no empty device could serve is failed in the next step, with a log line."""
         manager = self.encoder_cache_manager
-        if isinstance(manager, NeuronEncoderCacheManager):
-            needed = max((manager.blocks_needed(request, i) for i in range(len(request.mm_features))), default=0)
-            if manager.is_oversize(needed):
-                self._too_large.add(request.request_id)
-                logger.warning(
-                    "Request %s is failed: one of its items takes %d blocks of %d tokens, and the device has %d. Set "
-                    "encoder_cache_num_blocks in --additional-config to %d or more.",
-                    request.request_id, needed, manager.geometry.block_size, manager.geometry.capacity_blocks,
-                    needed + 1,
-                )  # fmt: skip
+        why = _unservable(request, manager) if isinstance(manager, NeuronEncoderCacheManager) else None
+        if why is not None:
+            self._unservable.add(request.request_id)
+            logger.warning("Request %s is failed: %s", request.request_id, why)
         super().add_request(request)  # type: ignore[misc]
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Take up a step's results, and end what can never be scheduled."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        failed, self._too_large = self._too_large, set()
+        failed, self._unservable = self._unservable, set()
+        manager = self.encoder_cache_manager
+        if isinstance(manager, NeuronEncoderCacheManager):
+            failed |= manager.mismatched
+            manager.mismatched = set()
         if not fails_unavailable_requests():
             failed |= self.ec_connector.take_unavailable_requests()  # type: ignore[attr-defined]
-        requests = [self.requests[each] for each in failed if each in self.requests]  # type: ignore[attr-defined]
+        known = [self.requests[each] for each in failed if each in self.requests]  # type: ignore[attr-defined]
+        requests = [request for request in known if not request.is_finished()]
         if requests:
-            self.finish_requests(failed, RequestStatus.FINISHED_ERROR)  # type: ignore[attr-defined]
+            ids = {request.request_id for request in requests}
+            self.finish_requests(ids, RequestStatus.FINISHED_ERROR)  # type: ignore[attr-defined]
         for request in requests:
             ended = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
@@ -256,6 +297,29 @@ class NeuronScheduler(_BlockCounting, Scheduler):  # type: ignore[misc, unused-i
 
 class NeuronAsyncScheduler(_BlockCounting, AsyncScheduler):  # type: ignore[misc, unused-ignore]
     """vLLM's asynchronous scheduler over blocks, for `--scheduler-cls`."""
+
+
+def _unservable(request: "Request", manager: NeuronEncoderCacheManager) -> str | None:
+    """Why no empty device could serve the request, and what to change; None where one could."""
+    sizes: dict[str, int] = {}
+    geometry = manager.geometry
+    for index, feature in enumerate(request.mm_features):
+        num_tokens, needed = request.get_num_encoder_embeds(index), manager.blocks_needed(request, index)
+        if sizes.setdefault(feature.identifier, num_tokens) != num_tokens:
+            return f"two of its items are called {feature.identifier}, and are of different sizes"
+        if manager.is_oversize(needed) and geometry.blocks_for(num_tokens) <= geometry.capacity_blocks:
+            return (
+                f"a video of {num_tokens} tokens does not fit the device by whole frames: {geometry.capacity_blocks} "
+                f"blocks of {geometry.block_size}, and no frame in two. Larger vision_attention_block_size or "
+                f"encoder_cache_num_blocks in --additional-config would do."
+            )
+        if manager.is_oversize(needed):
+            return (
+                f"one of its items takes {needed} blocks of {geometry.block_size} tokens, and the device has "
+                f"{geometry.capacity_blocks}. Set encoder_cache_num_blocks in --additional-config to {needed + 1} or "
+                f"more."
+            )
+    return None
 
 
 def _frames_of(data: Any) -> int | None:

@@ -150,6 +150,7 @@ class WorkerSide:
         for mm_hash in new:
             self.save(blocks, mm_hash)
         self._copies.spill(new)
+        blocks.settle()  # the copy thread may have been quicker, and nobody tells us when the blocks go
 
     def before_reset(self) -> None:
         """The device's cache is about to be emptied: finish the copies that wait."""
@@ -189,9 +190,8 @@ class WorkerSide:
             self._finish_save(save, succeeded=False)
             return
         attached.board.set_status(save.slot, TransferStatus.DEFERRED)
-        if not self._copies.submit(save, source, self._delay_of(save, source)):
+        if not self._submit(save, source):
             source.release()
-            self._faults.report("device", "save_queue_full", f"{save.nbytes} bytes of {mm_hash}")
             self._finish_save(save, succeeded=False)
 
     def finish_step(self) -> None:
@@ -215,6 +215,16 @@ class WorkerSide:
         attached, self._attached = self._attached, None
         if attached is not None and not left:
             attached.segment.close()
+
+    def _submit(self, save: Transfer, source: ItemSource) -> bool:
+        try:
+            taken = self._copies.submit(save, source, self._delay_of(save, source))
+        except Exception as error:  # noqa: BLE001 - whatever a device's runtime raises: its item is not kept, that is all
+            self._faults.report("device", "save_failed", f"{save.mm_hash}: {type(error).__name__}: {error}")
+            return False
+        if not taken:
+            self._faults.report("device", "save_queue_full", f"{save.nbytes} bytes of {save.mm_hash}")
+        return taken
 
     def _delay_of(self, save: Transfer, source: ItemSource) -> float:
         """Seconds that a copy may wait: in blocks it keeps no memory alive that is not there anyway."""

@@ -68,6 +68,10 @@ class ItemBlocks(ABC):
     def source_of(self, mm_hash: str) -> ItemSource:
         """The item, to be copied out by another thread. Raises KeyError."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until no source is read whose blocks could be reused meanwhile."""
+
 
 class BlockMapping(MutableMapping[str, torch.Tensor], ItemBlocks):
     """`mm_hash` to `[num_tokens, width]`. Worker's step thread only.
@@ -163,6 +167,9 @@ class BlockMapping(MutableMapping[str, torch.Tensor], ItemBlocks):
             raise KeyError(mm_hash)
         hold = self.blocks.hold(mm_hash)
         return ItemSource(hold.views, hold.release, in_blocks=True)
+
+    def settle(self) -> None:
+        """Nothing to wait for: blocks that are read are held."""
 
     def _put(self, mm_hash: str, tensor: torch.Tensor) -> bool:
         """Whether the item is in blocks now; if not, it is nowhere."""

@@ -71,6 +71,13 @@ class PluginRank:
             # Each rank gets an output of its own, as from a queue between processes.
             return self.worker.execute_model(replace(output))
 
+    def shutdown(self) -> None:
+        with (
+            mock.patch.object(vllm_neuron, "get_ec_transfer", lambda: self.connector),
+            mock.patch.object(vllm_neuron, "has_ec_transfer", lambda: True),
+        ):
+            self.worker.shutdown()
+
     def reset_encoder_cache(self) -> None:
         with (
             mock.patch.object(vllm_neuron, "get_ec_transfer", lambda: self.connector),

@@ -192,11 +192,12 @@ def test_a_buffer_of_other_rows_than_are_stored_is_refused(buffer: torch.Tensor,
     [
         ({"hook": True, "counts_blocks": False}, "Add --scheduler-cls", "without --worker-cls"),
         ({"hook": False, "counts_blocks": True}, "without --worker-cls", "Add --scheduler-cls"),
-        ({"hook": True, "counts_blocks": True}, "", "Encoder cache: the scheduler counts tokens"),
+        ({"hook": True, "counts_blocks": True}, None, "Add --scheduler-cls"),
+        ({"hook": True, "counts_blocks": True}, None, "without --worker-cls"),
     ],
 )
 def test_one_flag_without_the_other_works_and_says_what_is_lost(
-    flags: dict[str, bool], expected: str, unexpected: str, said: pytest.LogCaptureFixture
+    flags: dict[str, bool], expected: str | None, unexpected: str, said: pytest.LogCaptureFixture
 ) -> None:
     with NeuronLoop(NeuronOptions(**flags)) as engine:
         engine.ask("1", Image("a"))
@@ -204,5 +205,5 @@ def test_one_flag_without_the_other_works_and_says_what_is_lost(
         engine.evict_device()
         engine.ask("2", Image("a"))
         assert engine.encoder_runs(Image("a")) == 1
-    assert expected in said.text
+    assert expected is None or expected in said.text
     assert unexpected not in said.text

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ from vllm.v1.engine import FinishReason
 
 from connector import vllm_neuron, vllm_versions
 from connector.block_aware_manager import BlockAwareEncoderCacheManager
+from connector.copy_thread import CopyThread
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.step_plan import LoadMapping, StepPlan
 from storage_tiers.device_copy import CompiledScatterCopies
@@ -311,7 +314,145 @@ def test_fault_a_step_that_only_decodes_calls_no_connector() -> None:
         assert evict_while_another_decodes(engine) == []
 
 
+def test_fault_a_plan_that_goes_out_with_a_step_that_only_decodes_is_dropped() -> None:
+    """A load whose request is preempted in the same pass: it waits until a prompt goes on."""
+    options = NeuronOptions(
+        device_rows=32, num_blocks=64, policy="priority", batch_tokens=16, block_size=4, kv_blocks=12,
+        scheduler={"long_prefill_token_threshold": 8}, **ALONE,
+    )  # fmt: skip
+    left_out = 0
+    for text in (9, 13):
+        for more in range(2, 6):
+            with NeuronLoop(options) as engine:
+                engine.ask("0", B)
+                engine.settle()
+                engine.evict_device()
+                engine.add("low", [text, 32 - text, B], max_tokens=2, priority=3)
+                engine.step()
+                engine.add("high", [more + 1], max_tokens=16, priority=0)
+                while engine.scheduler.has_requests():
+                    loads = len(engine.side._loads)
+                    output = engine.step()
+                    left_out += bool(engine.side._loads) and not loads and "low" not in output.num_scheduled_tokens
+                assert engine.encoder_runs(B) == 1
+    assert left_out, "the case did not come up"
+
+
+# -- Copies that are slow, or fail ------------------------------------------------------------------------------------
+
+
+def test_a_slow_copy_thread_never_copies_blocks_of_the_next_item() -> None:
+    """By the transfer config alone nobody tells when blocks are freed: the step waits for what it has begun."""
+    original = CopyThread._carry_out
+
+    def late(self: Any, copy: Any) -> None:
+        if threading.current_thread() is self._thread:
+            time.sleep(0.1)
+        original(self, copy)
+
+    submit = CopyThread.submit
+
+    def slow_submit(self: Any, *args: Any) -> bool:
+        taken = submit(self, *args)
+        time.sleep(0.02)  # so that the copy thread is the quicker one
+        return taken
+
+    with (
+        mock.patch.object(CopyThread, "_carry_out", late),
+        mock.patch.object(CopyThread, "submit", slow_submit),
+        NeuronLoop(NeuronOptions(device_rows=16, num_blocks=3, **ALONE)) as engine,
+    ):
+        for name in ("1", "2"):
+            for item in (A, B, C):
+                engine.ask(f"{name} {item.picture}", item)
+        assert engine.encoder_runs(A, B, C) == 3
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_device_without_events_is_copied_from_within_the_step(alone: bool) -> None:
+    no_events = mock.patch("connector.copy_thread._event_after", side_effect=RuntimeError("no such thing here"))
+    with no_events, NeuronLoop(NeuronOptions(**(ALONE if alone else {}))) as engine:
+        engine.ask("1", A)
+        engine.settle()
+        engine.evict_device()
+        engine.ask("2", A)
+        assert engine.encoder_runs(A) == 1
+        assert ("device", "no_events") in engine.faults()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_copy_that_fails_in_any_way_loses_its_item_and_no_more(alone: bool) -> None:
+    fails = mock.patch("connector.copy_thread._copy_rows", side_effect=MemoryError("no room"))
+    with NeuronLoop(NeuronOptions(**(ALONE if alone else {}))) as engine:
+        with fails:
+            engine.ask("1", A)
+            engine.settle()
+        engine.evict_device()
+        engine.ask("2", A)
+        assert engine.encoder_runs(A) == 2
+        engine.settle()
+        engine.evict_device()
+        engine.ask("3", A)
+        assert engine.encoder_runs(A) == 2, "the thread lives"
+        assert engine.faults() == {("device", "copy_failed"): 1}
+
+
+def test_a_stop_of_the_worker_saves_what_is_dirty(tmp_path: Path) -> None:
+    options = NeuronOptions(settings={**on_disk(tmp_path), "spill_policy": "on_evict", "max_dirty_seconds": LONG})
+    engine = NeuronLoop(options, tiers=None)
+    engine.ask("1", A)
+    assert stored_in(tmp_path) == 0
+    engine.runners[0].shutdown()
+    assert engine.runners[0].worker.is_shut_down
+    engine.settle()
+    engine.scheduler.shutdown()
+    assert stored_in(tmp_path) == 1
+
+
+def test_a_runner_without_an_encoder_cache_runs_as_if_we_were_not_there() -> None:
+    engine = NeuronLoop(NeuronOptions())
+    runner = engine.runners[0].worker.model_runner
+    with mock.patch.object(runner, "execute_model", side_effect=lambda output: output) as executed:
+        cache, runner.encoder_cache = runner.encoder_cache, None
+        engine.add("1", [4])
+        output = engine.scheduler.schedule()
+        assert engine.runners[0].execute(output) == output
+        assert executed.call_args.args[0].ec_connector_metadata is output.ec_connector_metadata
+        runner.encoder_cache = cache
+    engine.close()
+
+
 # -- What ends a request, and not the engine --------------------------------------------------------------------------
+
+
+def test_an_item_of_another_size_under_the_same_id_fails_its_request_alone() -> None:
+    """VLLM 0.24 would serve the first one's rows."""
+    small, large = Image("a", 8, client_id="x"), Image("b", 16, client_id="x")
+    for first, second in ((small, large), (large, small)):
+        with NeuronLoop(NeuronOptions(device_rows=32)) as engine:
+            engine.ask("1", first)
+            engine.add("2", [second])
+            engine.add("both", [Image("c", 8, client_id="y"), Image("d", 16, client_id="y")])
+            engine.run()
+            assert engine.ended == {"1": FinishReason.LENGTH, "2": FinishReason.ERROR, "both": FinishReason.ERROR}
+
+
+def test_a_frame_larger_than_a_block_fails_its_request_alone() -> None:
+    with NeuronLoop(NeuronOptions()) as engine:
+        engine.add("large frames", [video("clip", 2, 9)])
+        engine.add("small", [A])
+        engine.run()
+        assert engine.ended == {"large frames": FinishReason.ERROR, "small": FinishReason.LENGTH}
+
+
+def test_a_video_whose_grid_the_scheduler_cannot_see_is_served_all_the_same() -> None:
+    """Counted as the most that it may take, and no more than there is."""
+    clip = video("clip", 5, 8)
+    with mock.patch.object(vllm_neuron, "_frames_of", lambda _: None), NeuronLoop(NeuronOptions()) as engine:
+        for number, item in enumerate([clip, A, B, clip]):
+            engine.ask(f"{number}", item)
+            engine.settle()
+        assert engine.encoder_runs(clip, A, B) == 3
 
 
 def test_an_item_larger_than_the_device_fails_its_request_alone() -> None:

@@ -79,7 +79,7 @@ def test_names_are_unique_and_well_formed() -> None:
 
 
 def test_the_documentation_has_the_table_that_the_code_makes() -> None:
-    """If not: python -m connector.metrics"""
+    """If not, `python -m connector.metrics` prints it."""
     assert reference() in (ROOT / "docs" / "metrics.md").read_text()
 
 
