@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -316,26 +317,43 @@ def test_fault_a_step_that_only_decodes_calls_no_connector() -> None:
 
 def test_fault_a_plan_that_goes_out_with_a_step_that_only_decodes_is_dropped() -> None:
     """A load whose request is preempted in the same pass: it waits until a prompt goes on."""
+    held_back = 0
     options = NeuronOptions(
         device_rows=32, num_blocks=64, policy="priority", batch_tokens=16, block_size=4, kv_blocks=12,
         scheduler={"long_prefill_token_threshold": 8}, **ALONE,
     )  # fmt: skip
-    left_out = 0
     for text in (9, 13):
-        for more in range(2, 6):
+        for prompt in range(2, 9):
             with NeuronLoop(options) as engine:
                 engine.ask("0", B)
                 engine.settle()
                 engine.evict_device()
                 engine.add("low", [text, 32 - text, B], max_tokens=2, priority=3)
                 engine.step()
-                engine.add("high", [more + 1], max_tokens=16, priority=0)
+                engine.add("high", [prompt], max_tokens=16, priority=0)
                 while engine.scheduler.has_requests():
-                    loads = len(engine.side._loads)
                     output = engine.step()
-                    left_out += bool(engine.side._loads) and not loads and "low" not in output.num_scheduled_tokens
+                    held_back += bool(engine.side._loads and output.total_num_scheduled_tokens)
                 assert engine.encoder_runs(B) == 1
-    assert left_out, "the case did not come up"
+    assert held_back, "the case did not come up"
+
+
+def test_loads_stay_with_the_scheduler_until_a_prompt_goes_on() -> None:
+    """The same at its seam: such a step's plan is empty, and the next prefill's is not."""
+    decoding = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached_requests({"other": 9}))
+    prefilling = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached_requests({"1": 3}))
+    with NeuronLoop(NeuronOptions(**ALONE)) as engine:
+        engine.add("1", [4, A, 90])
+        engine.step()
+        assert not engine.side._will_be_carried_out(decoding)  # type: ignore[arg-type]
+        assert engine.side._will_be_carried_out(prefilling)  # type: ignore[arg-type]
+        engine.run()
+    with NeuronLoop(NeuronOptions()) as hooked:
+        assert hooked.side._will_be_carried_out(SimpleNamespace(total_num_scheduled_tokens=1))  # type: ignore[arg-type]
+
+
+def cached_requests(computed: dict[str, int]) -> SimpleNamespace:
+    return SimpleNamespace(req_ids=list(computed), num_computed_tokens=list(computed.values()))
 
 
 # -- Copies that are slow, or fail ------------------------------------------------------------------------------------
