@@ -106,6 +106,8 @@ class BlockAwareEncoderCacheManager(ReportingEncoderCacheManager):
         self, request: "Request", input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
     ) -> bool:
         """Whether the item fits besides what is referenced and what was admitted before it; makes the room."""
+        if request.request_id in self.deferred:
+            return False
         num_embeds = request.get_num_encoder_embeds(input_id)
         is_known = self._approved.catch_up(self.geometry.capacity_blocks, num_embeds_to_schedule)
         if not is_known or num_embeds > encoder_compute_budget:

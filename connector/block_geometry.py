@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connector import vllm_versions
 from connector.lmcache_config import SettingsError
 from connector.settings import BehaviourSettings
 
@@ -90,11 +91,7 @@ def _largest_item_tokens(vllm_config: "VllmConfig", encoder_cache_size: int) -> 
     """Tokens of the largest item that the engine admits, as vLLM's own budget has them; takes a second or so."""
     if encoder_cache_size > vllm_config.scheduler_config.encoder_cache_size:
         return encoder_cache_size  # It is larger than was set only because of that item.
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-    from vllm.multimodal.encoder_budget import MultiModalBudget
-
-    budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
-    return max(budget.mm_max_toks_per_item.values(), default=None)
+    return vllm_versions.largest_item_tokens(vllm_config)
 
 
 def _plugin_block_size(vllm_config: "VllmConfig", behaviour: BehaviourSettings) -> int | None:

@@ -8,7 +8,7 @@ token in the manager's configuration. No policy may enter: what is admitted and 
 
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -101,8 +101,18 @@ class ReportingEncoderCacheManager(SizedEncoderCacheManager):  # type: ignore[mi
         self._residency: DeviceResidency | None = None
         self.lookups = 0
         """Items that were looked up since start."""
+        self.deferred: Container[str] = ()
+        """Requests that get no item in this pass: they wait for one, and vLLM (0.24) has not asked."""
         self.hits = 0
         """Of these, items that were cached."""
+
+    def can_allocate(
+        self, request: "Request", input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        """Whether the item fits besides what is used, as vLLM decides it."""
+        if request.request_id in self.deferred:
+            return False
+        return bool(super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule))
 
     def check_and_update_cache(self, request: "Request", input_id: int) -> bool:
         """Whether the item is cached, which then counts as used by the request."""

@@ -28,7 +28,7 @@ from connector.cache_manager import ReportingEncoderCacheManager
 from connector.ec_connector import LMCacheNeuronECConnector
 from connector.plugin_blocks import missing_from
 from connector.step_plan import NothingToLoad, StepPlan
-from connector.vllm_versions import fails_unavailable_requests
+from connector.vllm_versions import announces_running_requests, fails_unavailable_requests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -270,9 +270,22 @@ class _BlockCounting:
             logger.warning("Request %s is failed: %s", request.request_id, why)
         super().add_request(request)  # type: ignore[misc]
 
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass. Where vLLM asks for waiting requests only, running ones are asked for here, and deferred alike."""
+        manager = self.encoder_cache_manager
+        if not announces_running_requests() and isinstance(manager, ReportingEncoderCacheManager):
+            manager.deferred = {
+                request.request_id
+                for request in self.running  # type: ignore[attr-defined]
+                if request.mm_features
+                and not self.ec_connector.ensure_cache_available(request, request.num_computed_tokens)  # type: ignore[attr-defined]
+            }
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         """Take up a step's results, and end what can never be scheduled."""
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        self._forget_ended_waiters()
         failed, self._unservable = self._unservable, set()
         manager = self.encoder_cache_manager
         if isinstance(manager, NeuronEncoderCacheManager):
@@ -289,6 +302,18 @@ class _BlockCounting:
             ended = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
         return outputs
+
+    def _free_request(self, request: "Request", *args: Any, **kwargs: Any) -> Any:
+        """A request has ended. 0.24 tells no connector of that; to be told twice does no harm."""
+        self.ec_connector.request_finished(request)  # type: ignore[attr-defined]
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _forget_ended_waiters(self) -> None:
+        """A preempted request can end by a step in flight while it waits for bytes: 0.24 would run it again."""
+        waiting: Any = getattr(self, "skipped_waiting", ())
+        ended = [request for request in waiting if request.is_finished()]
+        if ended:
+            waiting.remove_requests(ended)
 
 
 class NeuronScheduler(_BlockCounting, Scheduler):  # type: ignore[misc, unused-ignore]

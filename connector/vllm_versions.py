@@ -5,11 +5,13 @@
 of ours may enter, only one answer for all versions.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SizedEncoderCacheManager",
+    "announces_running_requests",
     "data_parallel_index",
     "encoder_cache_size",
     "encoder_output_widths",
     "fails_unavailable_requests",
     "hosts_of_engine",
+    "largest_item_tokens",
     "manager_config",
     "participants",
 ]
@@ -80,6 +84,21 @@ def encoder_output_widths(vllm_config: "VllmConfig") -> Mapping[str, int]:
     base = getattr(vision, "out_hidden_size", None) or vllm_config.model_config.get_hidden_size()
     width = int(base) * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
     return {"image": width, "video": width}
+
+
+def announces_running_requests() -> bool:
+    """Whether vLLM asks for running requests, too, if their items are at hand. 0.24 asks for waiting ones only."""
+    return hasattr(Scheduler, "_ec_transfer_pending")
+
+
+def largest_item_tokens(vllm_config: "VllmConfig") -> int | None:
+    """Tokens of the largest item that the engine admits, as vLLM's own budget has them; takes a second or so."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+
+    takes_no_cache = "enable_cache" in inspect.signature(MultiModalBudget.__init__).parameters
+    budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, **({"enable_cache": False} if takes_no_cache else {}))
+    return max(budget.mm_max_toks_per_item.values(), default=None)
 
 
 def encoder_cache_size(vllm_config: "VllmConfig") -> int:

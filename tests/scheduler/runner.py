@@ -16,13 +16,22 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ECConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ECConnectorOutput,
+    ModelRunnerOutput,
+    make_empty_encoder_model_runner_output,
+)
 
 from connector.workers import run_plan
 from storage_tiers.block_mapping import BlockMapping
 from tests.scheduler.items import Image, encode, pixels_of, seed_of
 
 SAMPLED_TOKEN = 3
+
+STARTS_SAVES = hasattr(ECConnectorBase, "start_save_caches")
+BUILDS_WORKER_META = hasattr(ECConnectorBase, "build_connector_worker_meta")
+"""Whether vLLM's runners call these hooks."""
 
 
 @dataclass
@@ -68,11 +77,11 @@ class RunnerStandIn:
         self._update_states(output)
         if not self.connector.is_consumer:
             self._with_connector(output, gather=False)
-            return self._model_output(output, samples=False)
+            return make_empty_encoder_model_runner_output(output)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         ec_output = self._with_connector(output, gather=True)
-        model_output = self._model_output(output, samples=True)
+        model_output = self._model_output(output)
         model_output.ec_connector_output = ec_output
         return model_output
 
@@ -83,7 +92,7 @@ class RunnerStandIn:
             self.encoder_cache.pop(mm_hash, None)
         for new in output.scheduled_new_reqs:
             self._requests[new.req_id] = _Request(
-                new.mm_features, new.prompt_len, new.lora_request, new.num_computed_tokens
+                new.mm_features, len(new.prompt_token_ids or ()), new.lora_request, new.num_computed_tokens
             )
         cached = output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -93,7 +102,7 @@ class RunnerStandIn:
         connector, ec_output = self.connector, ECConnectorOutput()
         assert output.ec_connector_metadata is not None
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.ec_connector_metadata)))
-        if connector.is_producer:
+        if connector.is_producer and STARTS_SAVES:
             connector.start_save_caches(encoder_cache=self.encoder_cache)
         if connector.is_consumer:
             connector.start_load_caches(self.encoder_cache)
@@ -103,7 +112,8 @@ class RunnerStandIn:
                 self._gather(output)
         finally:
             ec_output.finished_sending, ec_output.finished_recving = connector.get_finished(output.finished_req_ids)
-            ec_output.ec_connector_worker_meta = connector.build_connector_worker_meta()
+            if BUILDS_WORKER_META:
+                ec_output.ec_connector_worker_meta = connector.build_connector_worker_meta()
             connector.clear_connector_metadata()
         return ec_output
 
@@ -142,13 +152,13 @@ class RunnerStandIn:
                 assert torch.equal(cached[start:end], right[start:end]), f"{request_id} got wrong rows of {image}"
                 self.gathered.append((request_id, feature.identifier))
 
-    def _model_output(self, output: SchedulerOutput, samples: bool) -> ModelRunnerOutput:
+    def _model_output(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One token for each request whose prompt is through, none for the others."""
         sampled: list[list[int]] = []
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             through = request.computed + num_scheduled >= request.prompt_tokens + request.sampled
-            sampled.append([SAMPLED_TOKEN] if samples and through else [])
+            sampled.append([SAMPLED_TOKEN] if through else [])
             request.sampled += len(sampled[-1])
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(

@@ -13,6 +13,7 @@ from connector import engine_checks
 from storage_tiers.device_blocks import DeviceBlockCache
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions
 from tests.scheduler.items import Image
+from tests.scheduler.versions import needs_named_managers
 from tests.tiers.memory_tier import wait_until
 
 MANAGER = "connector.BlockAwareEncoderCacheManager"
@@ -197,7 +198,9 @@ def test_random_workloads_stay_in_blocks_and_encode_once(policy: str, seed: int,
     ("changed", "said"),
     [
         ({"in_blocks": True, "manager": None}, "the scheduler counts embeddings"),
-        ({"in_blocks": False, "manager": MANAGER}, "the worker keeps plain tensors"),
+        pytest.param(
+            {"in_blocks": False, "manager": MANAGER}, "the worker keeps plain tensors", marks=needs_named_managers
+        ),
     ],
 )
 def test_one_flag_without_the_other_works_and_warns(

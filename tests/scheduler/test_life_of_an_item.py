@@ -22,6 +22,7 @@ from storage_tiers.entry import EntryState
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions, vllm_config
 from tests.scheduler.items import WIDTH, Image
 from tests.scheduler.lower_tiers import WatchedTier
+from tests.scheduler.versions import asks_for_later_turns
 from tests.tiers.memory_tier import Clock, wait_until
 
 CAT, DOG, FOX = Image("cat"), Image("dog", rows=16), Image("fox", rows=24)
@@ -288,7 +289,9 @@ def test_field_report_10_an_encoder_only_engine_asked_for_an_item_that_its_conne
         engine.run()
         engine.add("pool hit", [CAT])
         engine.run()
-        assert engine.ended == dict.fromkeys(("one", "device hit", "filler", "pool hit"), FinishReason.STOP)
+        # 0.24 knows no end of its own for such an engine: its runner samples a token, and one was asked for.
+        reason = FinishReason.STOP if hasattr(engine.scheduler, "is_mm_encoder_only") else FinishReason.LENGTH
+        assert engine.ended == dict.fromkeys(("one", "device hit", "filler", "pool hit"), reason)
         assert not engine.runners[0].gathered
         assert engine.loads() == []
         assert engine.saves().count(CAT.identifier) == 1
@@ -354,6 +357,7 @@ def test_field_report_06_other_weights_at_the_same_path_are_a_miss(engine: Engin
 # -- Unusual requests and engines -------------------------------------------------------------------------------------
 
 
+@asks_for_later_turns
 def test_a_streaming_session_whose_next_turn_brings_another_image(engine: EngineLoop) -> None:
     engine.ask("cold", CAT, DOG)
     engine.evict_device()

@@ -28,7 +28,7 @@ PREEMPTING = EngineOptions(
     kv_blocks=6,
     scheduler={"long_prefill_token_threshold": 16, "scheduler_reserve_full_isl": False},
 )
-"""Five usable blocks of 16 tokens: with `start_preemption` the third pass takes an image's encoding back."""
+"""Five usable blocks of 16 tokens: after `start_preemption` the next pass takes an image's encoding back."""
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def preempting() -> Iterator[EngineLoop]:
 def start_preemption(engine: EngineLoop, image: Image = CAT) -> None:
     """Bring "low" and "high" to where the next pass schedules the image of "low" and then preempts "low" for "high"."""
     engine.settle()
-    engine.add("low", [48, image, 20], priority=9)
-    engine.step()
+    low = engine.add("low", [48, image, 20], priority=9)
+    while low.num_computed_tokens < 32:  # one step, or two where a request that is alone is held to the threshold, too
+        engine.step()
     engine.add("high", [48], priority=0)
     assert engine.step().num_scheduled_tokens == {"low": 16, "high": 16}
 
@@ -136,6 +137,32 @@ def test_invariant_07_where_the_manager_cannot_forget_the_save_is_taken_back_all
         assert engine.pool.used_bytes == 0
         for request_id in ("low", "high"):
             engine.abort(request_id)
+
+
+def test_invariant_07_a_preempted_request_may_end_while_it_waits_for_bytes() -> None:
+    """Two steps are in flight: the later one preempts it, and the earlier one samples its last token."""
+    options = EngineOptions(
+        async_scheduling=True,
+        ahead=2,
+        policy="priority",
+        kv_blocks=6,
+        scheduler={"scheduler_reserve_full_isl": False},
+    )
+    with EngineLoop(options) as engine:
+        engine.add("high", [63], max_tokens=8, priority=0)
+        engine.step()
+        low = engine.add("low", [CAT, 8], priority=9)
+        ensure = engine.connector.ensure_cache_available
+
+        def waits(request: Any, num_computed_tokens: int) -> bool:
+            return ensure(request, num_computed_tokens) and not low.num_preemptions
+
+        with mock.patch.object(engine.connector, "ensure_cache_available", waits):
+            assert "low" in engine.step().num_scheduled_tokens
+            assert engine.step().preempted_req_ids == {"low"}
+            engine.run(until=lambda: "low" in engine.ended)
+        engine.run()
+        assert engine.ended == {"low": FinishReason.LENGTH, "high": FinishReason.LENGTH}
 
 
 # -- 7: steps without tokens -------------------------------------------------------------------------------------------

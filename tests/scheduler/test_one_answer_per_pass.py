@@ -17,6 +17,7 @@ from storage_tiers.transfer_board import RankGauge
 from tests.scheduler.engine_loop import EngineLoop, EngineOptions
 from tests.scheduler.items import WIDTH, Image, address_item
 from tests.scheduler.lower_tiers import WatchedTier
+from tests.scheduler.versions import needs_size_checks
 from tests.tiers.memory_tier import PAGE_BYTES, Clock, wait_until
 
 CAT, DOG = Image("cat"), Image("dog", rows=16)
@@ -222,6 +223,18 @@ def test_invariant_02_without_pixels_an_item_is_held_against_the_evictions_of_it
         assert engine.encoder_runs(CAT) == 1
 
 
+def test_invariant_02_a_running_request_whose_item_a_reset_has_voided_fails_alone(tier: WatchedTier) -> None:
+    with EngineLoop(EngineOptions(batch_tokens=16), [tier]) as engine:
+        store_below(engine, CAT)
+        request = engine.add("blind", [24, BLIND_CAT])
+        engine.run(until=lambda: request.num_computed_tokens > 0)
+        engine.update_weights()
+        engine.run()
+        assert engine.ended["blind"] is FinishReason.ERROR
+        engine.ask("goes on", CAT)
+        assert engine.encoder_runs(CAT) == 2
+
+
 def test_invariant_02_without_pixels_no_restore_is_too_slow(tier: WatchedTier) -> None:
     with EngineLoop(EngineOptions(skip_slow_restores=True), [tier]) as engine:
         store_below(engine, CAT, DOG)
@@ -280,6 +293,7 @@ def test_invariant_03_client_ids_are_kept_below_on_request_and_still_must_match(
         assert not engine.encoded
 
 
+@needs_size_checks
 @pytest.mark.parametrize("first, second", [(8, 16), (16, 8)])
 def test_invariant_03_two_sizes_under_one_id_in_one_long_prompt(engine: EngineLoop, first: int, second: int) -> None:
     """The second one's bytes are in the pool, and the first one is asked about."""
@@ -302,6 +316,7 @@ def test_invariant_03_two_sizes_under_one_id_in_two_chunks_with_evictions_betwee
         engine.ask("goes on", CAT)
 
 
+@needs_size_checks
 def test_invariant_03_two_sizes_under_one_id_in_two_requests_of_one_pass(engine: EngineLoop) -> None:
     engine.ask("cold", mine("dog", rows=16))
     engine.evict_device()
