@@ -96,12 +96,16 @@ class Admission:
         is_consumer: bool,
         staging_deadline_seconds: float,
         has_encoder: bool = True,
+        defers_preempted: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`is_on_device(mm_hash)` tells what the device holds; `is_ready()` whether every worker has attached.
 
         Without `has_encoder` another engine stores what this one needs, and may be about to: items are waited for.
+        Without `defers_preempted` vLLM would run a preempted request that ends while it waits, and die of it: such a
+        request waits for nothing.
         """
+        self._defers_preempted = defers_preempted
         self._has_encoder = has_encoder
         self._hierarchy = hierarchy
         self._identity = identity
@@ -128,7 +132,7 @@ class Admission:
         if not waiting and identified:
             record.deadline = None
             return not record.unavailable
-        if self._may_wait_on(record):
+        if self._is_deferrable(request) and self._may_wait_on(record):
             return False
         self._identify(record, request, give_up=True)
         for item in record.items:
@@ -227,6 +231,9 @@ class Admission:
             data=feature.data if self._has_encoder else None,
             cacheable=encoded and fingerprint is not None,
         )
+
+    def _is_deferrable(self, request: "Request") -> bool:
+        return self._defers_preempted or not request.num_preemptions
 
     def _may_wait_on(self, record: _Record) -> bool:
         """Whether a request that waits has time left; its first call starts the clock."""

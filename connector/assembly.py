@@ -89,6 +89,8 @@ def build_scheduler_side(vllm_config: "VllmConfig") -> SchedulerSide:
         config.is_ec_consumer,
         settings.behaviour.staging_deadline_seconds,
         has_encoder(vllm_config),
+        # A version that asks for running requests also forgets preempted ones that end; our scheduler class does both.
+        defers_preempted=vllm_versions.announces_running_requests() or counts_plugin_blocks(vllm_config),
     )
     side = SchedulerSide(
         SchedulerParts(

@@ -356,6 +356,25 @@ def cached_requests(computed: dict[str, int]) -> SimpleNamespace:
     return SimpleNamespace(req_ids=list(computed), num_computed_tokens=list(computed.values()))
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_fault_a_preempted_request_that_ends_while_it_waits_is_run_again(alone: bool) -> None:
+    """By vLLM 0.24, which dies of it: alone, such a request waits for nothing there; our scheduler class forgets it."""
+    tier = WatchedTier()
+    with NeuronLoop(NeuronOptions(**(ALONE if alone else {})), [tier]) as engine:
+        engine.ask("0", A)
+        engine.settle()
+        engine.evict_device()
+        engine.drop_from_pool(A)
+        with tier.held("read"):
+            request = engine.add("1", [A, 8])
+            engine.step()
+            assert not engine.connector.ensure_cache_available(request, 0)
+            request.num_preemptions = 1
+            waits = not alone or vllm_versions.announces_running_requests()
+            assert engine.connector.ensure_cache_available(request, 0) is not waits
+        engine.run()
+
+
 # -- Copies that are slow, or fail ------------------------------------------------------------------------------------
 
 
