@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from connector import vllm_versions
 from connector.lmcache_config import SettingsError
 from connector.settings import BehaviourSettings
 
@@ -91,7 +90,9 @@ def _largest_item_tokens(vllm_config: "VllmConfig", encoder_cache_size: int) -> 
     """Tokens of the largest item that the engine admits, as vLLM's own budget has them; takes a second or so."""
     if encoder_cache_size > vllm_config.scheduler_config.encoder_cache_size:
         return encoder_cache_size  # It is larger than was set only because of that item.
-    return vllm_versions.largest_item_tokens(vllm_config)
+    from connector.vllm_versions import largest_item_tokens  # vLLM itself, which planning sizes does without
+
+    return largest_item_tokens(vllm_config)
 
 
 def _plugin_block_size(vllm_config: "VllmConfig", behaviour: BehaviourSettings) -> int | None:
