@@ -81,9 +81,7 @@ class CopyThread:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             # A device without events: only this thread's own order of work says when the rows are there.
             self._faults.report("device", "no_events", error)
-            with self._changed:
-                self._queued_bytes += save.nbytes
-                self._kept_bytes += copy.kept_bytes
+            self._count_in(copy)
             self._carry_out(copy)
             return True
         with self._changed:
@@ -92,8 +90,7 @@ class CopyThread:
                 return False
             queue = self._due_later if after_seconds else self._due_now
             queue[save.slot] = copy
-            self._queued_bytes += save.nbytes
-            self._kept_bytes += copy.kept_bytes
+            self._count_in(copy)
             self._changed.notify()
             return True
 
@@ -138,6 +135,11 @@ class CopyThread:
             self._changed.notify()
         self._thread.join(timeout_seconds)
         return self._queued_bytes
+
+    def _count_in(self, copy: _Copy) -> None:
+        with self._changed:
+            self._queued_bytes += copy.save.nbytes
+            self._kept_bytes += copy.kept_bytes
 
     def _work(self) -> None:
         while (copy := self._next()) is not None:

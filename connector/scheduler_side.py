@@ -128,7 +128,8 @@ class SchedulerSide:
                 self._take_back_loads_of({mm_hash})
                 self._loads[mm_hash] = pin
                 self.counts["load"] += 1
-                self.counts["tokens_loaded"] += item.wanted.num_tokens
+                self.counts["load_restored"] += self._hierarchy.take_restored(pin.lease)
+                self._source.note_avoided(item.wanted.num_tokens)
         else:
             self._take_back_loads_of({mm_hash})
             self._encodes[mm_hash] = (request.request_id, index)

@@ -134,9 +134,7 @@ class WorkerSide:
         """For a worker hook under a runner that calls nothing of its own: take up what the step has encoded."""
         self.bind(plan)
         self._encode_started = None  # it began before anybody told
-        for mm_hash in list(self._saves):
-            if mm_hash in blocks:
-                self.save(blocks, mm_hash)
+        self._save_new(blocks)
         self.finish_step()
 
     def write_through(self, blocks: ItemBlocks) -> None:
@@ -146,15 +144,21 @@ class WorkerSide:
         """
         self.load(blocks)
         self._encode_started = None
-        new = [mm_hash for mm_hash in self._saves if mm_hash in blocks]
-        for mm_hash in new:
-            self.save(blocks, mm_hash)
-        self._copies.spill(new)
+        self._copies.spill(self._save_new(blocks))
         blocks.settle()  # the copy thread may have been quicker, and nobody tells us when the blocks go
 
     def before_reset(self) -> None:
-        """The device's cache is about to be emptied: finish the copies that wait."""
+        """The device's cache is about to be emptied: finish the copies that wait, and those that run."""
         self._copies.spill(None)
+        if self._blocks is not None:
+            self._blocks.settle()
+
+    def _save_new(self, blocks: ItemBlocks) -> list[str]:
+        """Queue the plan's saves of items that are there; their hashes."""
+        new = [mm_hash for mm_hash in self._saves if mm_hash in blocks]
+        for mm_hash in new:
+            self.save(blocks, mm_hash)
+        return new
 
     def _load(self, plan: StepPlan, encoder_cache: EncoderCache) -> None:
         if not plan.loads:
@@ -290,8 +294,8 @@ class WorkerSide:
     def _publish_occupancy(self, board: RankView) -> None:
         occupancy = self._blocks.occupancy() if self._blocks is not None else None
         if occupancy is not None:
-            board.set_gauge(RankGauge.DEVICE_BLOCKS, pack_blocks(occupancy.active, occupancy.held))
             board.set_gauge(RankGauge.DEVICE_BLOCKS_TOTAL, occupancy.usable)
+            board.set_gauge(RankGauge.DEVICE_BLOCKS, pack_blocks(occupancy.active, occupancy.held))
             board.set_gauge(RankGauge.DEVICE_REAL_TOKENS, occupancy.real_tokens)
 
     def _count(self, which: RankGauge, amount: float) -> None:

@@ -34,6 +34,7 @@ class Entry:
     __slots__ = (
         "claims",
         "header",
+        "is_restored",
         "last_used",
         "leases",
         "obj",
@@ -59,6 +60,8 @@ class Entry:
         """Tick of the hierarchy's use counter."""
         self.since = 0.0
         """Monotonic seconds at which the entry was made: tells a staging that hangs."""
+        self.is_restored = False
+        """Whether a lower tier has brought the bytes, and nobody has loaded them since."""
         self.stored_below = False
         """Whether every lower tier has taken the same bytes, so that an eviction loses nothing."""
         self.reload_seconds = 0.0

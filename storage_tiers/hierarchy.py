@@ -148,6 +148,12 @@ class TierHierarchy:
             self._touch(entry)
             return self._lease(entry, is_claim=False)
 
+    def take_restored(self, lease: Lease) -> bool:
+        """Whether this is the first load since a lower tier brought the item. Step thread; says so once."""
+        with self._lock:
+            restored, lease.entry.is_restored = lease.entry.is_restored, False
+            return restored
+
     def release(self, lease: Lease) -> None:
         """End a lease; a second call does nothing. Step thread."""
         with self._lock:
@@ -436,6 +442,7 @@ class TierHierarchy:
                 if entry.state is EntryState.STAGING:
                     entry.stored_below = intact
                     if intact:
+                        entry.is_restored = True
                         self._publish(entry)
                     else:
                         self._drop(entry)

@@ -6,7 +6,8 @@ scheduler classes, or with `--ec-transfer-config` alone.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -63,26 +64,26 @@ class PluginRank:
         self.worker = worker
         self.connector = connector
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    @contextmanager
+    def _as_its_process(self) -> Iterator[None]:
+        """VLLM keeps one connector per process, and here are all ranks in one."""
         with (
             mock.patch.object(vllm_neuron, "get_ec_transfer", lambda: self.connector),
             mock.patch.object(vllm_neuron, "has_ec_transfer", lambda: True),
         ):
+            yield
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        with self._as_its_process():
             # Each rank gets an output of its own, as from a queue between processes.
             return self.worker.execute_model(replace(output))
 
     def shutdown(self) -> None:
-        with (
-            mock.patch.object(vllm_neuron, "get_ec_transfer", lambda: self.connector),
-            mock.patch.object(vllm_neuron, "has_ec_transfer", lambda: True),
-        ):
+        with self._as_its_process():
             self.worker.shutdown()
 
     def reset_encoder_cache(self) -> None:
-        with (
-            mock.patch.object(vllm_neuron, "get_ec_transfer", lambda: self.connector),
-            mock.patch.object(vllm_neuron, "has_ec_transfer", lambda: True),
-        ):
+        with self._as_its_process():
             self.worker.reset_encoder_cache()
 
     @property

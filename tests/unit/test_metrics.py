@@ -84,7 +84,15 @@ def test_the_documentation_has_the_table_that_the_code_makes() -> None:
 
 
 def test_what_the_counts_say() -> None:
-    counts = {"load": 5, "stage_hit": 2, "stage_absent": 3, "stage_abandoned": 1, "miss_lease_limit": 1, "encode": 4}
+    counts = {
+        "load": 5,
+        "load_restored": 2,
+        "stage_hit": 2,
+        "stage_absent": 3,
+        "stage_abandoned": 1,
+        "miss_lease_limit": 1,
+        "encode": 4,
+    }
     figures = tier_figures({**counts, "encode_taken_back": 1, "pool_eviction": 6, "pool_eviction_lost": 2})
     assert figures[RUNS] == {"": 3}
     assert figures[HITS] == {"pool": 3, "lower": 2}
